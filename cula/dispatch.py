@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels serve a call: an ordered table of backends, and the reason why each one passed over was.
+
+To add a backend: write its folder under `cula/ops/` (see there for the functions), describe here what it can do in one
+`why_not` function, and put it into `BACKENDS` where its speed belongs. Nothing else changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cula.contract import DecodeProblem, KdaProblem, LightningProblem
+
+logger = logging.getLogger("cula")
+
+Problem = KdaProblem | LightningProblem | DecodeProblem
+
+# Where an operation lives inside a backend's package.
+MODULE_OF = {
+    "kda_fwd": "kda",
+    "kda_bwd": "kda",
+    "kda_map": "kda",
+    "lightning_fwd": "lightning",
+    "lightning_bwd": "lightning",
+    "decode": "decode",
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the operations, and what it says about itself."""
+
+    name: str  # the word a user passes as backend=
+    package: str  # imported only when chosen
+    summary: str  # what it is, one line for `python -m cula`
+    why_not: Callable[[str, Problem], str | None]  # None: "I serve this"; otherwise one sentence
+    device: str | None = None  # the device type it is written for; "auto" offers it no other
+    requires: tuple[str, ...] = ()  # importable modules that must be installed
+    install: str = ""  # how to get them
+    options: frozenset[str] = frozenset()  # backend-specific keywords it takes
+
+    def missing(self) -> str | None:
+        """What is not installed, as a sentence; None if all is there."""
+        absent = [name for name in self.requires if not _is_installed(name)]
+        return f"{' and '.join(absent)} not installed ({self.install})" if absent else None
+
+    def unavailable(self) -> str | None:
+        """Why no call on this machine can use it, as a sentence; None if some can."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return self.missing() or "needs an NVIDIA GPU, and torch sees none"
+        return self.missing()
+
+    def objection(self, op: str, problem: Problem, is_forced: bool = False) -> str | None:
+        """Why it does not take the call; None if it does."""
+        if not is_forced and self.device not in (None, problem.device):
+            return f"is for {self.device}, and the tensors are on {problem.device}"
+        return self.missing() or self.why_not(op, problem)
+
+    def load(self, op: str) -> Callable[..., Any]:
+        return _load(self.package, op)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that takes a call and, for each better one, why it does not. `str()` of it is for people."""
+
+    op: str
+    backend: Backend
+    passed_over: tuple[tuple[str, str], ...]  # (backend, reason)
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend.name} ({self.backend.summary})"]
+        lines += [f"  passed over {name}: {reason}" for name, reason in self.passed_over]
+        return "\n".join(lines)
+
+
+@functools.cache
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@functools.cache
+def _load(package: str, op: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"{package}.{MODULE_OF[op]}"), op)
+
+
+def _torch_why_not(op: str, problem: Problem) -> str | None:
+    return None
+
+
+BACKENDS: tuple[Backend, ...] = (Backend("torch", "cula.ops.torch", "plain PyTorch, any device", _torch_why_not),)
+
+
+def backend_names() -> list[str]:
+    return [b.name for b in BACKENDS]
+
+
+def choose(op: str, problem: Problem, backend: str = "auto") -> Choice:
+    """The first backend of the table that has no objection to serving `op`."""
+    passed_over: list[tuple[str, str]] = []
+    for b in _candidates(op, backend):
+        reason = b.objection(op, problem, is_forced=backend != "auto")
+        if reason is None:
+            choice = Choice(op, b, tuple(passed_over))
+            _log(choice)
+            return choice
+        passed_over.append((b.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise NotImplementedError(f"{op}: no backend can serve this call. {reasons}")
+
+
+def select(op: str, problem: Problem, backend: str = "auto") -> Callable[..., Any]:
+    """The function that serves `op`."""
+    return choose(op, problem, backend).backend.load(op)
+
+
+def _candidates(op: str, backend: str) -> tuple[Backend, ...]:
+    if backend == "auto":
+        return BACKENDS
+    named = tuple(b for b in BACKENDS if b.name == backend)
+    if not named:
+        raise ValueError(f"{op}: unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+    return named
+
+
+_logged: set[tuple[str, str, tuple[tuple[str, str], ...]]] = set()
+
+
+def _log(choice: Choice) -> None:
+    """Say each distinct choice once, at INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    key = (choice.op, choice.backend.name, choice.passed_over)
+    if key not in _logged:
+        _logged.add(key)
+        logger.info("%s", choice)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw kernels: tensors in, tensors out. No autograd, no choice of backend, no checks of user input.
+
+Every backend is a folder here whose modules export the same names, so that swapping one for another is importing
+another module. Arguments have passed `cula.contract`: shapes agree, last dimensions are contiguous (other strides may
+be anything), offsets are int32.
+
+| module         | function                                         | returns                                         |
+|----------------|--------------------------------------------------|-------------------------------------------------|
+| `kda.py`       | `kda_fwd(problem, x, out=None)`                  | `KdaForward`                                    |
+|                | `kda_bwd(problem, x, saved, do, dht)`            | `KdaGrads`, each in the dtype of its input      |
+|                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
+| `lightning.py` | `lightning_fwd(problem, x, out=None)`            | `(o, final_state or None)`                      |
+|                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |
+| `decode.py`    | `decode(problem, x)`                             | `o [N, T, HV, V]`; writes x.state, ..., x.out   |
+
+`dht` is None when nothing was differentiated through the final state. States are [N, HV, V, K], so a sequence maps its
+first state to its last as `ht = h0 @ M + B` with M [N, HV, K, K] and B [N, HV, V, K].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KdaForward(NamedTuple):
+    """What a KDA forward returns."""
+
+    o: Tensor  # [B, T, HV, V]
+    final_state: Tensor | None  # [N, HV, V, K] float32, where options.output_final_state
+    states: Tensor | None  # [B, NT, HV, V, K] float32, where options.return_intermediate_states
+    saved: tuple[Tensor, ...] = ()  # for the same backend's kda_bwd; filled only where options.disable_recompute
+
+
+class KdaGrads(NamedTuple):
+    """Gradients of a KDA call, in the order of `KdaInputs`; None where the input is None."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
+    d_initial_state: Tensor | None
