@@ -28,8 +28,11 @@ MODULE_OF = {
     "kda_fwd": "kda",
     "kda_bwd": "kda",
     "kda_map": "kda",
+    "kda_state_grad": "kda",
     "lightning_fwd": "lightning",
     "lightning_bwd": "lightning",
+    "lightning_map": "lightning",
+    "lightning_state_grad": "lightning",
     "decode": "decode",
 }
 
@@ -131,7 +134,7 @@ def _candidates(op: str, backend: str) -> tuple[Backend, ...]:
         return BACKENDS
     named = tuple(b for b in BACKENDS if b.name == backend)
     if not named:
-        raise ValueError(f"{op}: unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+        raise ValueError(f"unknown backend {backend!r} for {op}; choose 'auto' or one of {backend_names()}")
     return named
 
 

@@ -17,7 +17,7 @@ def read_pool(pool: Tensor, indices: Tensor, has_initial_state: Tensor | None) -
     starts_from_slot = indices >= 0
     if has_initial_state is not None:
         starts_from_slot = starts_from_slot & has_initial_state
-    states = pool[indices.clamp(min=0).long()].float()
+    states = pool.index_select(0, indices.clamp(min=0).long()).float()
     return torch.where(starts_from_slot[:, None, None, None], states, 0)
 
 
@@ -28,9 +28,9 @@ def write_pool(pool: Tensor, indices: Tensor, states: Tensor) -> None:
     one, all of them write slot 0 back unchanged.
     """
     has_slot = indices >= 0
-    some = torch.argmax(has_slot.to(torch.int8))  # a row that has a slot, if any
-    anchor_slot = indices[some].clamp(min=0).long()
-    anchor = torch.where(has_slot.any(), states[some].to(pool.dtype), pool[anchor_slot])
+    some = torch.argmax(has_slot.to(torch.int8), 0, keepdim=True)  # [1]: a row that has a slot, if any
+    anchor_slot = indices.index_select(0, some).clamp(min=0).long()
+    anchor = torch.where(has_slot.any(), states.index_select(0, some).to(pool.dtype), pool.index_select(0, anchor_slot))
     slots = torch.where(has_slot, indices.long(), anchor_slot)
     values = torch.where(has_slot[:, None, None, None], states.to(pool.dtype), anchor)
     pool.index_copy_(0, slots, values)

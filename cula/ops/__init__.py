@@ -10,12 +10,16 @@ be anything), offsets are int32.
 | `kda.py`       | `kda_fwd(problem, x, out=None)`                  | `KdaForward`                                    |
 |                | `kda_bwd(problem, x, saved, do, dht)`            | `KdaGrads`, each in the dtype of its input      |
 |                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
+|                | `kda_state_grad(problem, x, do, dht=None)`       | `d_initial_state` and nothing else              |
 | `lightning.py` | `lightning_fwd(problem, x, out=None)`            | `(o, final_state or None)`                      |
 |                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |
+|                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
+|                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |
 | `decode.py`    | `decode(problem, x)`                             | `o [N, T, HV, V]`; writes x.state, ..., x.out   |
 
 `dht` is None when nothing was differentiated through the final state. States are [N, HV, V, K], so a sequence maps its
-first state to its last as `ht = h0 @ M + B` with M [N, HV, K, K] and B [N, HV, V, K].
+first state to its last as `ht = h0 @ M + B` with M [N, HV, K, K] and B [N, HV, V, K]; a gradient goes back through it
+as `dh0 = dht @ M^T + C`, C being `*_state_grad` at dht = 0.
 """
 
 from __future__ import annotations

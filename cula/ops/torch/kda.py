@@ -140,6 +140,30 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
     return grads.result(plan.by_sequence(dS).float() if p.has_initial_state else None)
 
 
+def kda_state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
+    """Gradient of each sequence's first state alone, [N, HV, V, K]: the backward scan without the rest of `kda_bwd`.
+
+    It equals dht @ M^T + C with M of `kda_map` and C the result at dht = 0. v and initial_state are not read.
+    """
+    p = problem
+    plan, compute = _plan(p, x), _compute_dtype(p)
+    dS = plan.by_position(dht, (p.HV, p.V, p.K), compute)
+    for slab in reversed(plan.slabs(p.HV * max(p.K, p.V))):
+        tile = _prepare(p, x, plan, slab, compute)
+        dO = plan.take(do, slab, compute)
+        dU = tile.Aqk.mT @ dO
+        d_reads = tile.like_reads(p.V)  # gradients of [qg S^T; kg S^T]
+        d_reads_q, d_reads_k = tile.split_reads(d_reads)
+        d_reads_q.copy_(tile.as_blocks(dO))
+        for a, z in reversed(slab.steps()):
+            here = dS[: z - a]
+            dX = tile.T[a:z].mT @ (dU[a:z] + tile.kr[a:z] @ here.mT)
+            torch.mul(tile.as_blocks(dX), tile.as_blocks(-tile.beta[a:z]), out=d_reads_k[a:z])
+            here.mul_(tile.chunk_decay[a:z])
+            here.flatten(0, 1).baddbmm_(d_reads[a:z].flatten(0, 1).mT, tile.qg_kg[a:z].flatten(0, 1))
+    return plan.by_sequence(dS).float()
+
+
 @dataclass(frozen=True)
 class _Tile:
     """A slab of chunks, prepared: everything that does not depend on the state. Leading dimensions [n, HV]."""

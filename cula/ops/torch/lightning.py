@@ -67,6 +67,34 @@ def lightning_bwd(
     return dq, dk, dv, plan.by_sequence(dS).float() if p.has_initial_state else None
 
 
+def lightning_map(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:
+    """(M, B) of each sequence: its last state is M h0 + B, with M [N, HV, 1, 1] one number a head. q is not read."""
+    p = problem
+    plan, compute = _plan(p, x), _compute_dtype(p)
+    states = plan.by_position(None, (p.HV, p.V, p.K), compute)
+    for slab in plan.slabs(p.HV * max(p.K, p.V)):
+        _scan(_prepare(p, x, plan, slab, compute), slab, states)
+    if x.cu_seqlens is None:
+        lengths = torch.full((p.N,), p.T, dtype=compute, device=x.q.device)
+    else:
+        lengths = x.cu_seqlens.diff().to(compute)
+    M = torch.exp(-x.decay.to(compute) * lengths[:, None])  # [N, HV]
+    return M[:, :, None, None].float(), plan.by_sequence(states).float()
+
+
+def lightning_state_grad(problem: LightningProblem, x: LightningInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
+    """Gradient of each sequence's first state alone, [N, HV, V, K]: M dht + C. k, v and initial_state are not read."""
+    p = problem
+    plan, compute = _plan(p, x), _compute_dtype(p)
+    dS = plan.by_position(dht, (p.HV, p.V, p.K), compute)
+    for slab in reversed(plan.slabs(p.HV * max(p.K, p.V))):
+        tile = _prepare(p, x, plan, slab, compute)
+        local = plan.take(do, slab, compute).mT @ tile.q_decayed
+        for a, z in reversed(slab.steps()):
+            dS[: z - a].mul_(tile.chunk_decay[a:z]).add_(local[a:z])
+    return plan.by_sequence(dS).float()
+
+
 @dataclass(frozen=True)
 class _Tile:
     """A slab of chunks, prepared. Leading dimensions [n, HV], except q and k [n, H]."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures. Backend-neutral test bodies take `backend`; adding a backend to the dispatch table adds its tests.
+
+Without a GPU, Triton kernels run in Triton's interpreter, which must be switched on before triton is first imported.
+"""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from cula.dispatch import BACKENDS  # noqa: E402
+
+
+def pytest_collection_modifyitems(config, items):
+    """`gpu` marks tests that need one; every test that takes a backend runs on the GPU where there is one."""
+    for item in items:
+        if "backend" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu) if HAS_GPU else None
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_worker():
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _triton_interpreter():
+    from tests.support import triton_interpreter
+
+    triton_interpreter.apply()
+
+
+@pytest.fixture(params=[b.name for b in BACKENDS])
+def backend(request) -> str:
+    """The name of a backend that this machine can run, GPU or not."""
+    chosen = next(b for b in BACKENDS if b.name == request.param)
+    reason = chosen.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    if chosen.name == "triton" and not HAS_GPU:
+        request.getfixturevalue("_triton_interpreter")
+    elif chosen.device == "cuda" and not HAS_GPU:
+        pytest.skip("needs an NVIDIA GPU")
+    return request.param
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")

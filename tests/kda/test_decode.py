@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode by the names and argument orders that serving engines use."""
+
+import pytest
+import torch
+
+from cula import reference
+from cula.kda import fused_sigmoid_gating_delta_rule_update, kda_decode, kda_packed_decode
+from cula.reference import relative_error
+from tests.support.calls import KdaCall
+
+N, H, HV, K, V = 3, 2, 4, 32, 16
+
+
+@pytest.fixture
+def step():
+    call = KdaCall(T=1, B=N, H=H, HV=HV, K=K, V=V, gate="softplus", norm=True, beta="sigmoid")
+    t = call.tensors()
+    pool = torch.randn(5, HV, V, K)
+    return call, t, pool, torch.tensor([4, 0, 2], dtype=torch.int32)
+
+
+def expected(call, t, pool, slots, **changes):
+    return reference.kda(**t | {"initial_state": pool[slots.long()]}, **call.switches() | changes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_kda_decode(step, packed, lower_bound):
+    call, t, pool, slots = step
+    want_o, want_state = expected(call, t, pool, slots, lower_bound=lower_bound)
+    q, k, v = (t[n].transpose(0, 1) if packed else t[n] for n in ("q", "k", "v"))
+    o = kda_decode(
+        t["A_log"].view(1, 1, HV, 1),
+        t["dt_bias"].flatten(),
+        q,
+        k,
+        v,
+        t["g"].reshape(N, 1, HV * K),
+        t["beta"].reshape(N, HV),
+        pool,
+        slots,
+        lower_bound=lower_bound,
+        cu_seqlens=torch.arange(N + 1, dtype=torch.int32),
+    )
+    assert o.shape == v.shape
+    assert relative_error(o.view(N, 1, HV, V), want_o) < 1e-5
+    assert relative_error(pool[slots.long()], want_state) < 1e-5
+
+
+def test_kda_packed_decode_reads_strided_rows(step):
+    call, t, pool, slots = step
+    want_o, want_state = expected(call, t, pool, slots)
+    rows = torch.cat([t[n].reshape(N, -1) for n in ("q", "k", "v")], dim=-1)
+    wide = torch.full((N, rows.shape[1] + 8), float("nan"))
+    wide[:, :-8] = rows
+    o = kda_packed_decode(wide[:, :-8], t["g"], t["beta"], t["A_log"], t["dt_bias"], pool, slots, num_heads=H, head_dim_k=K)
+    assert o.shape == (1, N, HV, V)
+    assert relative_error(o[0], want_o[:, 0]) < 1e-5
+    assert relative_error(pool[slots.long()], want_state) < 1e-5
+    with pytest.raises(ValueError, match="mixed_qkv has 10 columns"):
+        kda_packed_decode(rows[:, :10], t["g"], t["beta"], t["A_log"], t["dt_bias"], pool, slots, num_heads=H, head_dim_k=K)
+
+
+@pytest.mark.parametrize("is_kda", [True, False])
+def test_fused_sigmoid_gating_delta_rule_update(step, is_kda):
+    call, t, pool, slots = step
+    if not is_kda:
+        t = t | {"g": t["g"][..., 0], "dt_bias": t["dt_bias"][:, 0]}
+    want_o, want_state = expected(call, t, pool, slots)
+    o = fused_sigmoid_gating_delta_rule_update(
+        t["A_log"],
+        t["g"],
+        t["dt_bias"],
+        1.0,
+        20.0,
+        t["q"],
+        t["k"],
+        t["v"],
+        t["beta"],
+        pool,
+        slots,
+        use_qk_l2norm_in_kernel=True,
+        is_kda=is_kda,
+    )
+    assert relative_error(o, want_o) < 1e-5
+    assert relative_error(pool[slots.long()], want_state) < 1e-5
+
+
+def test_another_softplus_is_refused(step):
+    _, t, pool, slots = step
+    args = (t["A_log"], t["dt_bias"], t["q"], t["k"], t["v"], t["g"], t["beta"], pool, slots)
+    with pytest.raises(NotImplementedError, match="softplus_beta"):
+        kda_decode(*args, softplus_beta=2.0)
+    with pytest.raises(NotImplementedError, match="softplus_threshold"):
+        kda_decode(*args, softplus_threshold=5.0)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        kda_decode(*args, cu_seqlens=torch.tensor([0, 3]))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level 1's bookkeeping: pools, checkpoints, out=, threads. (Numbers: tests/ops; errors: test_contract.py.)"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import cula
+from cula import reference
+from cula.reference import relative_error
+from tests.support.calls import KdaCall
+
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
+def test_kda_reads_and_updates_a_pool_in_place(backend, device):
+    call = KdaCall(lens=(20, 30, 0, 5), initial_state=False)
+    tensors = call.tensors(device)
+    pool = torch.randn(6, call.HV, call.V, call.K).to(device)
+    before = pool.clone()
+    indices = torch.tensor([4, -1, 2, 0], dtype=torch.int32, device=device)
+    starts = torch.tensor([True, True, True, False], device=device)
+    o, state = cula.cula_kda(**tensors, state_pool=pool, initial_state_indices=indices, has_initial_state=starts, backend=backend)
+    assert state is None
+    zero = torch.zeros_like(before[0])
+    want_o, want_state = reference.kda(**tensors | {"initial_state": torch.stack([before[4], zero, before[2], zero])})
+    assert relative_error(o, want_o) < 1e-5
+    assert relative_error(pool[[4, 2, 0]], want_state[[0, 2, 3]]) < 1e-5
+    assert torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
+
+
+@pytest.mark.parametrize("indices", [[-1, -1], [0, -1], [-1, 0]])
+def test_rows_without_a_slot_write_nothing(indices):
+    tensors = KdaCall(lens=(3, 4), initial_state=False).tensors()
+    pool = torch.randn(2, 2, 32, 32)
+    before = pool.clone()
+    _, state = cula.cula_kda(**tensors, state_pool=pool, initial_state_indices=torch.tensor(indices), output_final_state=True)
+    assert torch.equal(pool[1], before[1])
+    if 0 in indices:
+        assert torch.equal(pool[0], state[indices.index(0)])
+    else:
+        assert torch.equal(pool[0], before[0])
+
+
+def test_a_bfloat16_pool_keeps_its_dtype():
+    tensors = KdaCall(T=10, initial_state=False).tensors()
+    pool = torch.randn(1, 2, 32, 32).bfloat16()
+    want = reference.kda(**tensors | {"initial_state": pool.clone()})[1]
+    cula.cula_kda(**tensors, state_pool=pool, initial_state_indices=torch.tensor([0]))
+    assert relative_error(pool, want) < 5e-3
+
+
+@pytest.mark.parametrize("call", [KdaCall(lens=(130, 10, 128, 0)), KdaCall(T=192, B=2)], ids=str)
+def test_checkpoints_are_states_inside_the_prompt(backend, device, call):
+    tensors = call.tensors(device)
+    buffer = torch.full((8, call.HV, call.V, call.K), float("nan"), device=device)
+    cula.cula_kda(**tensors, checkpoint_every=64, checkpoint_states=buffer, backend=backend)
+    lengths = [call.T] * call.B if call.lens is None else list(call.lens)
+    row = 0
+    for n, length in enumerate(lengths):
+        b, start = (n, 0) if call.lens is None else (0, sum(lengths[:n]))
+        for end in range(64, length + 1, 64):
+            part = {k: t[b : b + 1, start : start + end] if k in TOKENS else t for k, t in tensors.items()}
+            part |= {"cu_seqlens": None, "initial_state": tensors["initial_state"][n : n + 1]}
+            assert relative_error(buffer[row], reference.kda(**part)[1][0]) < 1e-5
+            row += 1
+    assert bool(buffer[row:].isnan().all()), "rows beyond the checkpoints are untouched"
+
+
+def test_out_takes_the_result(backend, device):
+    tensors = KdaCall(T=30).tensors(device)
+    out = torch.full((1, 30, 2, 64), 7.0, device=device)[..., :32]
+    o, _ = cula.cula_kda(**tensors, out=out, backend=backend)
+    assert o is out
+    assert torch.equal(out, cula.cula_kda(**tensors, backend=backend)[0])
+
+
+def test_many_short_sequences_take_one_pass():
+    """256 sequences cost far fewer operator calls than 256: no loop over sequences in Python."""
+    call = KdaCall(lens=(17,) * 256, HV=1, initial_state=False)
+    tensors = call.tensors()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        o, _ = cula.cula_kda(**tensors)
+    assert len(trace.events()) < 2000
+    first = {n: t[:, :17] if n in TOKENS else t for n, t in tensors.items()} | {"cu_seqlens": None}
+    assert relative_error(o[:, :17], reference.kda(**first)[0]) < 1e-5
+
+
+def test_calls_from_several_threads_agree():
+    tensors = KdaCall(lens=(40, 30)).tensors()
+    want, _ = cula.cula_kda(**tensors)
+    with ThreadPoolExecutor(4) as threads:
+        for o, _ in threads.map(lambda _: cula.cula_kda(**tensors), range(16)):
+            assert torch.equal(o, want)
+
+
+def test_inputs_are_never_written():
+    for call in (KdaCall(T=64, H=1, HV=1, norm=True, gate="softplus"), KdaCall(lens=(5, 70))):
+        tensors = call.tensors()
+        before = {n: None if t is None else t.clone() for n, t in tensors.items()}
+        cula.cula_kda(**tensors, **call.switches(), output_final_state=True)
+        for n, t in tensors.items():
+            assert t is None or torch.equal(t, before[n]), n
+
+
+def test_int64_offsets_are_taken():
+    tensors = KdaCall(lens=(5, 20)).tensors()
+    as_int64 = tensors | {"cu_seqlens": tensors["cu_seqlens"].long()}
+    assert torch.equal(cula.cula_kda(**tensors)[0], cula.cula_kda(**as_int64)[0])
