@@ -90,7 +90,7 @@ def cula_kda(
         checkpoint_states: `[M, HV, V, K]` buffer for them; sequence n has `length // checkpoint_every` rows, in order.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
         backend: force a backend by name; "auto" takes the best that can.
-        cp_context: refused; use `cula.dist.cula_kda_cp`.
+        cp_context: flash-linear-attention's context-parallel context; deprecated, use `cula.dist.cula_kda_cp`.
         **kwargs: options of the chosen backend; any other keyword is a TypeError.
 
     Returns:
@@ -107,7 +107,34 @@ def cula_kda(
     """
     who = "cula_kda"
     if cp_context is not None:
-        raise NotImplementedError(f"{who}: cp_context= is not supported; shard tokens with cula.dist.cula_kda_cp")
+        from cula.dist.cp import kda_from_cp_context
+
+        kwargs |= {"return_intermediate_states": return_intermediate_states, "disable_recompute": disable_recompute}
+        kwargs |= {"state_pool": state_pool, "initial_state_indices": initial_state_indices, "out": out}
+        kwargs |= {"has_initial_state": has_initial_state, "checkpoint_every": checkpoint_every}
+        return kda_from_cp_context(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cp_context,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            safe_gate=safe_gate,
+            lower_bound=lower_bound,
+            device=device,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            checkpoint_states=checkpoint_states,
+            backend=backend,
+            **kwargs,
+        )
     uses_pool, keeps_checkpoints = state_pool is not None, checkpoint_states is not None
     options = KdaOptions(
         scale=scale,

@@ -15,7 +15,6 @@ and backward are the same backend's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,18 +48,21 @@ def kda(problem: KdaProblem, x: KdaInputs, backend: str = "auto", out: Tensor | 
     if not problem.needs_grad:
         return forward.backend.load("kda_fwd")(problem, x, out)
     backward = choose("kda_bwd", problem, backend)
-    if problem.options.disable_recompute and backward.name != forward.name:
-        problem = replace(problem, options=replace(problem.options, disable_recompute=False))
-    o, final_state = _Kda.apply(problem, forward.backend.load("kda_fwd"), backward.backend.load("kda_bwd"), *x)
+    shares_saved = backward.name == forward.name
+    o, final_state = _Kda.apply(
+        problem, forward.backend.load("kda_fwd"), backward.backend.load("kda_bwd"), shares_saved, *x
+    )
     return KdaForward(o, final_state, None)
 
 
 class _Kda(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: KdaProblem, fwd: Any, bwd: Any, *x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, problem: KdaProblem, fwd: Any, bwd: Any, shares_saved: bool, *x: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         result = fwd(problem, KdaInputs(*x))  # type: ignore[arg-type]
         ctx.problem, ctx.bwd = problem, bwd
-        ctx.save_for_backward(*x, *result.saved)
+        ctx.save_for_backward(*x, *(result.saved if shares_saved else ()))
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
 
@@ -71,7 +73,7 @@ class _Kda(torch.autograd.Function):
         x, saved = KdaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         if do is None:
             do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        return None, None, None, *ctx.bwd(ctx.problem, x, saved, do, dht), None  # none for cu_seqlens
+        return None, None, None, None, *ctx.bwd(ctx.problem, x, saved, do, dht), None  # none for cu_seqlens
 
 
 def lightning(

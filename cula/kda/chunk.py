@@ -57,7 +57,30 @@ def chunk_kda(
     """
     who = "chunk_kda"
     if cp_context is not None:
-        raise NotImplementedError(f"{who}: cp_context= is not supported; shard tokens with cula.dist.cula_kda_cp")
+        from cula.dist.cp import kda_from_cp_context
+
+        return kda_from_cp_context(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cp_context,
+            who=who,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            safe_gate=safe_gate,
+            lower_bound=lower_bound,
+            disable_recompute=disable_recompute,
+            return_intermediate_states=return_intermediate_states,
+            A_log=A_log if use_gate_in_kernel else None,
+            dt_bias=dt_bias if use_gate_in_kernel else None,
+        )
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: chunk_size is {chunk_size!r}; expected 32 or 64")
     if transpose_state_layout is not None:

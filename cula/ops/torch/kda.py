@@ -39,7 +39,10 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     states_now = plan.by_position(x.initial_state, (p.HV, p.V, p.K), compute)
     keep_states = p.options.return_intermediate_states or p.options.disable_recompute
     states = x.v.new_empty(plan.num_chunks, p.HV, p.V, p.K, dtype=compute) if keep_states else None
+    slab_states = []  # the first states of each slab: all that a backward cannot make again on the spot
     for slab in plan.slabs(p.HV * max(p.K, p.V)):
+        if p.needs_grad and states is None:
+            slab_states.append(states_now[: slab.step_sizes[0]].clone())
         tile = _prepare(p, x, plan, slab, compute)
         o_tile = torch.empty_like(tile.v)
         for a, z in slab.steps():
@@ -61,7 +64,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
         o,
         plan.by_sequence(states_now).float() if p.options.output_final_state else None,
         h,
-        (states,) if p.options.disable_recompute and states is not None else (),
+        tuple(slab_states) if states is None else (states,),
     )
 
 
@@ -84,15 +87,22 @@ def kda_map(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
-    """See `cula.ops`. The chunk states come from `saved` or are made again; all else is made again, slab by slab."""
+    """See `cula.ops`. All but the states is made again, slab by slab.
+
+    `saved` holds the states of all chunks (`disable_recompute`), or those at the start of each slab, or nothing.
+    """
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
-    states = saved[0] if saved else _chunk_states(p, x, plan, compute)
+    keeps_all = p.options.disable_recompute and bool(saved)
+    slab_states = list(saved or _slab_states(p, x, plan, compute))
     grads = _GradientSink(p, x, plan)
     dS = plan.by_position(dht, (p.HV, p.V, p.K), compute)
     for slab in reversed(plan.slabs(p.HV * max(p.K, p.V))):
         tile = _prepare(p, x, plan, slab, compute)
-        S = states[slab.start : slab.stop]
+        if keeps_all:
+            S = saved[0][slab.start : slab.stop]
+        else:
+            S = _chunk_states(tile, slab, slab_states.pop())
         dO = plan.take(do, slab, compute)
         # The scan backwards, X = beta (v - kg S^T). Only dS crosses chunks.
         dU = tile.Aqk.mT @ dO
@@ -328,18 +338,25 @@ class _GradientSink:
         )
 
 
-def _chunk_states(p: KdaProblem, x: KdaInputs, plan: ChunkPlan, compute: torch.dtype) -> Tensor:
-    """The state at the start of every chunk, [num_chunks, HV, V, K], in scan order."""
-    states = x.v.new_empty(plan.num_chunks, p.HV, p.V, p.K, dtype=compute)
+def _slab_states(p: KdaProblem, x: KdaInputs, plan: ChunkPlan, compute: torch.dtype) -> list[Tensor]:
+    """The first states of each slab, as `kda_fwd` saves them."""
     states_now = plan.by_position(x.initial_state, (p.HV, p.V, p.K), compute)
+    first = []
     for slab in plan.slabs(p.HV * max(p.K, p.V)):
-        tile = _prepare(p, x, plan, slab, compute)
-        for a, z in slab.steps():
-            S = states_now[: z - a]
-            states[slab.start + a : slab.start + z] = S
-            R = tile.as_blocks(tile.v[a:z]) - tile.read_state(a, z, S)[1]
-            tile.write_state(a, z, S, tile.T_beta[a:z] @ R.flatten(2, 3))
-    return states
+        first.append(states_now[: slab.step_sizes[0]].clone())
+        _chunk_states(_prepare(p, x, plan, slab, compute), slab, states_now)
+    return first
+
+
+def _chunk_states(tile: _Tile, slab: Slab, states_now: Tensor) -> Tensor:
+    """Run a slab's steps over `states_now` in place; returns the state before each chunk, [n, HV, V, K]."""
+    before = states_now.new_empty(slab.stop - slab.start, *states_now.shape[1:])
+    for a, z in slab.steps():
+        S = states_now[: z - a]
+        before[a:z] = S
+        R = tile.as_blocks(tile.v[a:z]) - tile.read_state(a, z, S)[1]
+        tile.write_state(a, z, S, tile.T_beta[a:z] @ R.flatten(2, 3))
+    return before
 
 
 def _plan(p: KdaProblem, x: KdaInputs) -> ChunkPlan:
