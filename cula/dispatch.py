@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cula import settings
 from cula.contract import DecodeProblem, KdaProblem, LightningProblem
 
 logger = logging.getLogger("cula")
@@ -99,11 +100,39 @@ def _load(package: str, op: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"{package}.{MODULE_OF[op]}"), op)
 
 
+# What each backend can do.
+
+
 def _torch_why_not(op: str, problem: Problem) -> str | None:
     return None
 
 
-BACKENDS: tuple[Backend, ...] = (Backend("torch", "cula.ops.torch", "plain PyTorch, any device", _torch_why_not),)
+TRITON_HEAD_DIMS = (32, 64, 128, 256)
+
+
+def _triton_why_not(op: str, problem: Problem) -> str | None:
+    if problem.device != "cuda" and not settings.triton_is_interpreted():
+        return f"needs an NVIDIA GPU, and the tensors are on {problem.device}"
+    if problem.sm is not None and problem.sm < (8, 0):
+        return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
+    if problem.K not in TRITON_HEAD_DIMS or problem.V not in TRITON_HEAD_DIMS:
+        return f"takes head dims {TRITON_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    return None
+
+
+# Best first: the only ranking there is.
+BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        "triton",
+        "cula.ops.triton",
+        "portable GPU kernels, SM80 and later",
+        _triton_why_not,
+        device="cuda",
+        requires=("triton",),
+        install="pip install triton",
+    ),
+    Backend("torch", "cula.ops.torch", "plain PyTorch, any device", _torch_why_not),
+)
 
 
 def backend_names() -> list[str]:

@@ -15,6 +15,7 @@ and backward are the same backend's.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -42,16 +43,24 @@ from cula.ops import KdaForward
 # Eager
 
 
+def _on_device_of(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Kernels launch on the current device, so make it that of the tensors. (Autograd does so by itself.)"""
+    if t.is_cuda and t.device.index != torch.cuda.current_device():
+        return torch.cuda.device(t.device)
+    return contextlib.nullcontext()
+
+
 def kda(problem: KdaProblem, x: KdaInputs, backend: str = "auto", out: Tensor | None = None) -> KdaForward:
     """Run a checked KDA call. Differentiable in every floating-point input and through the final state."""
     forward = choose("kda_fwd", problem, backend)
+    fwd = forward.backend.load("kda_fwd")
     if not problem.needs_grad:
-        return forward.backend.load("kda_fwd")(problem, x, out)
+        with _on_device_of(x.q):
+            return fwd(problem, x, out)
     backward = choose("kda_bwd", problem, backend)
     shares_saved = backward.name == forward.name
-    o, final_state = _Kda.apply(
-        problem, forward.backend.load("kda_fwd"), backward.backend.load("kda_bwd"), shares_saved, *x
-    )
+    with _on_device_of(x.q):
+        o, final_state = _Kda.apply(problem, fwd, backward.backend.load("kda_bwd"), shares_saved, *x)
     return KdaForward(o, final_state, None)
 
 
@@ -69,8 +78,9 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
         count = len(KdaInputs._fields)
-        x, saved = KdaInputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        x, saved = KdaInputs(*tensors[:count]), tensors[count:]
         if do is None:
             do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         return None, None, None, None, *ctx.bwd(ctx.problem, x, saved, do, dht), None  # none for cu_seqlens
@@ -81,9 +91,10 @@ def lightning(
 ) -> tuple[Tensor, Tensor | None]:
     """Run a checked Lightning call. Differentiable in q, k, v and initial_state, and through the final state."""
     fwd = select("lightning_fwd", problem, backend)
-    if not problem.needs_grad:
-        return fwd(problem, x, out)
-    return _Lightning.apply(problem, fwd, select("lightning_bwd", problem, backend), *x)
+    with _on_device_of(x.q):
+        if not problem.needs_grad:
+            return fwd(problem, x, out)
+        return _Lightning.apply(problem, fwd, select("lightning_bwd", problem, backend), *x)
 
 
 class _Lightning(torch.autograd.Function):
@@ -106,7 +117,8 @@ class _Lightning(torch.autograd.Function):
 
 def decode(problem: DecodeProblem, x: DecodeInputs, backend: str = "auto") -> Tensor:
     """Run a checked decode call: o [N, T, HV, V]; writes x.state, x.intermediate_states and x.out in place."""
-    return select("decode", problem, backend)(problem, x)
+    with _on_device_of(x.q):
+        return select("decode", problem, backend)(problem, x)
 
 
 # Under torch.compile. An operator may not return None (an empty tensor stands for it) nor one of its inputs.
@@ -138,7 +150,8 @@ def kda_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = KdaOptions.from_flags(flags, scale=scale, lower_bound=lower_bound)
     problem, x = check_kda(KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), options)
-    result = select("kda_fwd", problem, backend)(problem, x)
+    with _on_device_of(q):
+        result = select("kda_fwd", problem, backend)(problem, x)
     return result.o, _or_empty(result.final_state, q), _or_empty(result.states, q)
 
 
@@ -227,7 +240,8 @@ def lightning_op(
         output_final_state=output_final_state,
         chunk_size=chunk_size,
     )
-    o, final_state = select("lightning_fwd", problem, backend)(problem, x)
+    with _on_device_of(q):
+        o, final_state = select("lightning_fwd", problem, backend)(problem, x)
     return o, _or_empty(final_state, q)
 
 

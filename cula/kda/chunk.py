@@ -156,7 +156,7 @@ def fused_recurrent_kda(
 
 
 def _modular_backend(q: Tensor) -> str:
-    return "torch"
+    return "triton" if q.is_cuda else "torch"
 
 
 def _swap(state: Tensor | None, state_v_first: bool) -> Tensor | None:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From arguments to a context-parallel call: what this rank checks by itself, and what the ranks must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cula import api, contract
+from cula.contract import KdaInputs, KdaOptions, LightningInputs
+from cula.dispatch import choose
+from cula.dist import handshake
+from cula.dist.call import Call, next_number, run
+from cula.dist.cost import NOMINAL_TOKENS, Load, Schedule, cheapest
+from cula.dist.kernels import Inputs, KdaKernels, LightningKernels
+from cula.dist.varlen import SP_MODES, Layout, batch_layout, host_offsets, packed_layout
+
+CP_MODES = ("auto", "ring", "scan")
+EXCHANGES = ("ring", "chain", "gather")
+SERVING = ("state_pool", "initial_state_indices", "has_initial_state", "checkpoint_every", "checkpoint_states", "out")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A checked group, its size and this process's place in it."""
+
+    group: dist.ProcessGroup | None  # None: a single rank
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The caller's options about ranks, by their public names."""
+
+    cp_mode: str = "auto"
+    sp_mode: str = "complete"
+    output_final_state: bool = True
+    broadcast_final_state: bool = False
+    schedule: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call that this rank has checked by itself, before the ranks compare."""
+
+    kernels: KdaKernels | LightningKernels
+    layout: Layout
+    schedule: Schedule
+    has_initial_state: bool
+    output_final_state: bool
+    broadcast_final_state: bool
+    signature: handshake.Signature
+
+
+def run_plan(who: str, x: Inputs, plan: Plan, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+    """Agree with the other ranks, then make the call."""
+    handshake.agree(who, plan.signature, ranks.group, x.q.device)
+    call = Call(
+        plan.kernels,
+        plan.layout,
+        plan.schedule,
+        ranks.group,
+        ranks.rank,
+        ranks.size,
+        next_number(ranks.group),
+        plan.has_initial_state,
+        plan.output_final_state,
+        plan.broadcast_final_state,
+    )
+    return run(call, x, plan.kernels.needs_grad)
+
+
+def make_plan(who: str, x: Inputs, kernels: KdaKernels | LightningKernels, ranks: Ranks, wishes: Wishes) -> Plan:
+    """Where the tokens lie, how the states cross, and what all ranks must have in common."""
+    for name, given, known in (("cp_mode", wishes.cp_mode, CP_MODES), ("sp_mode", wishes.sp_mode, SP_MODES)):
+        if given not in known:
+            raise ValueError(f"{who}: {name} is {given!r}; expected one of {list(known)}")
+    if wishes.schedule is not None and (wishes.schedule.exchange not in EXCHANGES or wishes.schedule.blocks < 1):
+        raise ValueError(f"{who}: schedule is {wishes.schedule}; expected one of {list(EXCHANGES)} and blocks >= 1")
+    B, _, HV, V = x.v.shape
+    K = x.q.shape[3]
+    offsets: tuple[int, ...] = ()
+    if x.cu_seqlens is None:
+        N, states, tokens = B, B, B * NOMINAL_TOKENS
+        layout = batch_layout(N, ranks.rank, ranks.size)
+    else:
+        if B != 1:
+            raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but q has shape {list(x.q.shape)}")
+        offsets = host_offsets(x.cu_seqlens, who)
+        N, states, tokens = len(offsets) - 1, 1, max(1, offsets[-1] // ranks.size)
+        layout = packed_layout(offsets, wishes.sp_mode, ranks.rank, ranks.size)
+        assert layout.share.cu_seqlens is not None
+        check_tokens(who, x, layout.share.cu_seqlens[-1], f"cu_seqlens and sp_mode={wishes.sp_mode!r}")
+    # of a batch only rank 0 reads it, and the others need not know
+    has_initial_state = x.initial_state is not None and (x.cu_seqlens is not None or ranks.rank == 0)
+    if has_initial_state and x.initial_state.shape != (N, HV, V, K):
+        raise ValueError(
+            f"{who}: initial_state has shape {list(x.initial_state.shape)}; expected [N, HV, V, K] = {[N, HV, V, K]}"
+        )
+    load = Load(layout.longest_chain, states, HV, K, V, tokens, kernels.has_dense_map, kernels.needs_grad)
+    return Plan(
+        kernels,
+        layout,
+        wishes.schedule or cheapest(load, wishes.cp_mode),
+        has_initial_state,
+        wishes.output_final_state,
+        wishes.broadcast_final_state,
+        signature_of(x, kernels, ranks, wishes, offsets),
+    )
+
+
+def signature_of(
+    x: Inputs, kernels: KdaKernels | LightningKernels, ranks: Ranks, wishes: Wishes, offsets: tuple[int, ...]
+) -> handshake.Signature:
+    """What must be equal on all ranks. The number of tokens of a batch need not be, nor who has an initial state."""
+    if ranks.group is None:
+        return ()
+    H, K = x.q.shape[2:]
+    HV, V = x.v.shape[2:]
+    common: list[tuple[str, Any]] = [("H", H), ("HV", HV), ("K", K), ("V", V), ("dtype", str(x.q.dtype))]
+    common += [(f.name, getattr(wishes, f.name)) for f in fields(Wishes)]
+    common += [(f.name, getattr(kernels, f.name)) for f in fields(kernels) if f.name not in ("who", "options")]
+    if isinstance(kernels, KdaKernels):
+        common += [(f.name, getattr(kernels.options, f.name)) for f in fields(KdaOptions) if f.name != "output_final_state"]
+        common += [("g", (x.g.dim(), str(x.g.dtype))), ("beta", str(x.beta.dtype))]
+        common += [("A_log", x.A_log is not None), ("dt_bias", x.dt_bias is not None)]
+    if offsets:
+        digest = hashlib.sha256(repr(offsets).encode()).hexdigest()[:12]
+        common.append(("cu_seqlens", f"{len(offsets) - 1} sequences, {offsets[-1]} tokens, digest {digest}"))
+        common.append(("initial_state", x.initial_state is not None))
+    else:
+        common += [("B", x.q.shape[0]), ("cu_seqlens", None)]
+    return tuple(common)
+
+
+def kda_kernels(who: str, x: KdaInputs, kwargs: dict[str, Any]) -> KdaKernels:
+    """The options of level 1, checked as level 1 does. What it does not know is refused by name."""
+    backend, device = kwargs.pop("backend", "auto"), kwargs.pop("device", None)
+    options = KdaOptions(**{f.name: kwargs.pop(f.name) for f in fields(KdaOptions) if f.name in kwargs})
+    if options.return_intermediate_states:
+        raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use cula_kda")
+    _refuse_serving(who, kwargs)
+    local = x._replace(initial_state=None, cu_seqlens=None)
+    problem, _ = contract.check_kda(local, options, who)
+    contract.check_device_argument(device, x.q, who)
+    _check_initial_state(who, x)
+    api._refuse_unknown(who, kwargs, choose("kda_fwd", problem, backend))
+    needs_grad = problem.needs_grad or _trains(x.initial_state)
+    return KdaKernels(options, backend, needs_grad, who)
+
+
+def lightning_kernels(who: str, x: LightningInputs, kwargs: dict[str, Any]) -> LightningKernels:
+    backend, device = kwargs.pop("backend", "auto"), kwargs.pop("device", None)
+    scale, chunk_size = kwargs.pop("scale", None), kwargs.pop("chunk_size", contract.CHUNK)
+    _refuse_serving(who, kwargs)
+    local = x._replace(initial_state=None, cu_seqlens=None)
+    problem, _ = contract.check_lightning(local, scale=scale, chunk_size=chunk_size, who=who)
+    contract.check_device_argument(device, x.q, who)
+    _check_initial_state(who, x)
+    api._refuse_unknown(who, kwargs, choose("lightning_fwd", problem, backend))
+    needs_grad = problem.needs_grad or _trains(x.initial_state)
+    return LightningKernels(scale, chunk_size, backend, needs_grad, who)
+
+
+def _refuse_serving(who: str, kwargs: dict[str, Any]) -> None:
+    for name in SERVING:
+        if kwargs.pop(name, None) is not None:
+            raise NotImplementedError(
+                f"{who}: {name}= is not available over ranks; pass initial_state= and write final_state to the pool yourself"
+            )
+
+
+def _check_initial_state(who: str, x: Inputs) -> None:
+    h0 = x.initial_state
+    if h0 is None:
+        return
+    if not isinstance(h0, Tensor) or h0.dtype != torch.float32:
+        got = h0.dtype if isinstance(h0, Tensor) else type(h0).__name__
+        raise contract.ArgumentTypeError(f"{who}: initial_state is {got}; expected a float32 tensor")
+    if h0.device != x.q.device:
+        raise ValueError(f"{who}: initial_state is on {h0.device} but q is on {x.q.device}; all tensors must share a device")
+
+
+def _trains(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad and torch.is_grad_enabled()
+
+
+def check_tokens(who: str, x: Inputs, expected: int, by: str) -> None:
+    if x.q.shape[1] != expected:
+        raise ValueError(f"{who}: this rank's tensors hold {x.q.shape[1]} tokens; {by} give it {expected}")

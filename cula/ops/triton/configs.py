@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of the Triton kernels, by head dims, dtype and architecture, and the choice of segments.
+
+Nothing is tuned at run time: one configuration a (dtype, K, V, architecture) means one compilation, and a new length costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from cula.contract import KdaProblem
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel's launch: block sizes along K and V (what the kernel calls BK and BV), warps, pipeline stages."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    max_regs: int | None = None  # cap on registers a thread, where one more block on a multiprocessor pays for some spills
+
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_regs}
+
+
+@dataclass(frozen=True)
+class KdaConfig:
+    gate: Tile
+    local: Tile
+    pairs: Tile
+    inverse: Tile
+    state: Tile
+    state_bwd: Tile
+    scan: Tile
+    grads_scores: Tile
+    grads_state: Tile
+    intra: Tile
+    finish: Tile
+
+
+@functools.cache
+def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -> KdaConfig:
+    """Times in the comments are of the kernel alone: us, H200, bf16, K = V = 128, B = 1, T = 8192, H = 32.
+
+    Percentages of state, state_bwd and intra were measured on an earlier body of those kernels.
+    """
+    wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
+    BV = min(64, V, K)
+    # Two stages of 16-bit operands at K = 128 are 100 to 180 KB: Hopper and data-centre Blackwell hold them, others do not.
+    big_smem = sm is None or sm[0] in (9, 10)
+    stages = 2 if big_smem and not wide and K <= 128 else 1
+    BV_bwd = BV
+    if K > 128:  # 64 rows outgrow the tensor memory of sm_100 backward, and the registers of sm_80; 32 the 99 KB of sm_120
+        BV, BV_bwd = (BV, min(32, V)) if big_smem else (min(32, V), min(16, V))
+    if wide:
+        BV = BV_bwd = min(16 if K > 128 else 32, V)
+    return KdaConfig(
+        gate=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1),  # 77; BK 64: 92; two warps: 100
+        local=Tile(BK=min(32, K), BV=0, num_warps=2, num_stages=1),  # 201; one warp: 208, capped at 128 registers: 236
+        pairs=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1, max_regs=128),  # 215; no cap: 244; 96: 271; BK 64: 225
+        inverse=Tile(BK=0, BV=0, num_warps=4, num_stages=1),
+        state=Tile(
+            BK=K, BV=BV, num_warps=8 if K > 64 or wide else 4, num_stages=stages
+        ),  # four warps: 7% more; three stages: 18% more
+        state_bwd=Tile(
+            BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages
+        ),  # eight warps: 13% more; one stage: 30%
+        scan=Tile(BK=32, BV=min(32, V), num_warps=4, num_stages=1),
+        grads_scores=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # 98; BV 64: 138, two stages: 127
+        grads_state=Tile(
+            BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2
+        ),  # 243; one stage: 288
+        intra=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1),  # two warps: 29% more; BK 16: 20% more
+        finish=Tile(BK=K, BV=0, num_warps=4, num_stages=1, max_regs=96 if K <= 128 else None),  # 260; no cap: 288
+    )
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
+    """Chunks in a segment, 0 for whole sequences. Only sizes the host knows enter: T, N, HV, V and the card."""
+    chains = max(1, problem.N * problem.HV * (problem.V // BV))
+    tokens = problem.T if not problem.is_packed else problem.T // max(1, problem.N)  # a sequence's, on average
+    chunks = -(-tokens // 64)
+    # The maps cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
+    if 2 * chains > num_sms or chunks < 24:
+        return 0
+    segments = min(-(-2 * num_sms // chains), chunks // 8)  # two chains a multiprocessor hide each other's latency
+    return -(-chunks // segments)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device functions that the KDA kernels share: where a chunk lies, the gate, decays inside a sub-block, the triangular inverse.
+
+Sub-blocks and anchors. A chunk is four sub-blocks of 16 rows. Inside one, c is the running sum of the log decay g (the row itself
+included) and t its total. A score needs `exp(G_t - G_i)` for i <= t, G the running sum over the chunk:
+- t and i in different sub-blocks: exp(c_t) exp(t - c_i) exp(totals of the sub-blocks between): three factors <= 1, so the
+  scores of a pair of sub-blocks are one matrix product, whatever the gate;
+- in the same sub-block, where the gate is known to be bounded (SAFE: about -5 a token, good to -10):
+  exp(c_t - t/2) exp(t/2 - c_i), one matrix product with exponents of either sign within 8 |g|;
+- otherwise by levels S = 8, 4, 2, 1: t in the second and i in the first half of an aligned block of 2S rows, with the last
+  row a of the first half as anchor: exp(-|c_t - c_a|) exp(-|c_i - c_a|). Exact for any gate, on tensor cores, down to
+  neighbouring tokens;
+- the pair t = i has no decay.
+All decays are in log2 units (suffix 2), so that each costs a single ex2.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = 64
+NUM_SUBS = 4  # sub-blocks of 16 rows
+NUM_PAIRS = 6  # of different sub-blocks
+LOG2_E = tl.constexpr(1.4426950408889634)
+# 2^-160 is zero in float32: a stronger decay forgets no more, but would swamp the running sum (-inf included).
+MIN_LOG2 = tl.constexpr(-160.0)
+NORM_EPS = tl.constexpr(1e-6)
+
+
+# Where things lie
+
+
+@triton.jit
+def span_table_kernel(cu_seqlens, span_seq, span_base, N, capacity, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Cut every sequence into spans of SPAN tokens: `span_base[n]` is the first id of sequence n, `span_seq[id]` its n.
+
+    One program a sequence. Ids beyond the last one get -1, so that kernels launched on the host's upper bound exit.
+    """
+    i_n = tl.program_id(0)
+    o_b = tl.arange(0, BLOCK)
+    b_sum = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, i_n, BLOCK):
+        m_b = i + o_b < i_n
+        b_lo = tl.load(cu_seqlens + i + o_b, mask=m_b, other=0)
+        b_hi = tl.load(cu_seqlens + i + o_b + 1, mask=m_b, other=0)
+        b_sum += (b_hi - b_lo + SPAN - 1) // SPAN
+    base = tl.sum(b_sum)
+    end = base + (tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) + SPAN - 1) // SPAN
+    tl.store(span_base + i_n, base)
+    for i in range(base, end, BLOCK):
+        tl.store(span_seq + i + o_b, tl.zeros([BLOCK], tl.int32) + i_n, mask=i + o_b < end)
+    if i_n == N - 1:
+        tl.store(span_base + N, end)
+        for i in range(end, capacity, BLOCK):
+            tl.store(span_seq + i + o_b, tl.full([BLOCK], -1, tl.int32), mask=i + o_b < capacity)
+
+
+@triton.jit
+def chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED: tl.constexpr, C: tl.constexpr):
+    """Batch row, first token in it, and number of tokens of chunk i_c; no tokens for an id beyond the last chunk."""
+    if IS_PACKED:
+        i_n = tl.load(chunk_seq + i_c)
+        i_s = tl.maximum(i_n, 0)
+        t0 = tl.load(cu_seqlens + i_s) + (i_c - tl.load(chunk_base + i_s)) * C
+        num = tl.where(i_n >= 0, tl.minimum(tl.load(cu_seqlens + i_s + 1) - t0, C), 0)
+        i_b = i_c * 0
+    else:
+        i_b = i_c // NT
+        t0 = (i_c - i_b * NT) * C
+        num = tl.minimum(T - t0, C)
+    return i_b.to(tl.int64), t0.to(tl.int64), num
+
+
+@triton.jit
+def work_span(
+    i_w,
+    cu_seqlens,
+    chunk_base,
+    seg_seq,
+    seg_base,
+    T,
+    NT,
+    NS,
+    seg,
+    IS_PACKED: tl.constexpr,
+    HAS_SEG: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A chain of chunks: sequence i_w whole, or segment i_w of `seg` chunks.
+
+    Returns batch row, first token of the sequence in it, its length, first and last + 1 chunk, id of its chunk 0, alive.
+    """
+    alive = True
+    first = i_w * 0
+    if HAS_SEG:
+        if IS_PACKED:
+            i_n = tl.load(seg_seq + i_w)
+            alive = i_n >= 0
+            i_n = tl.maximum(i_n, 0)
+            first = (i_w - tl.load(seg_base + i_n)) * seg
+        else:
+            i_n = i_w // NS
+            first = (i_w - i_n * NS) * seg
+    else:
+        i_n = i_w
+    if IS_PACKED:
+        bos = tl.load(cu_seqlens + i_n)
+        length = tl.load(cu_seqlens + i_n + 1) - bos
+        base = tl.load(chunk_base + i_n)
+        i_b = i_n * 0
+    else:
+        bos = i_n * 0
+        length = bos + T
+        base = i_n * NT
+        i_b = i_n
+    last = (length + C - 1) // C
+    if HAS_SEG:
+        last = tl.minimum(last, first + seg)
+    return i_b.to(tl.int64), bos.to(tl.int64), length, first, last, base.to(tl.int64), alive
+
+
+# Gate, beta, norm
+
+
+@triton.jit
+def gate_log2(b_x, a, lower_bound, GATE: tl.constexpr):
+    """log2 of the decay. b_x is the log decay (GATE "log"), or raw g + dt_bias; a = exp(A_log)."""
+    if GATE == "softplus":
+        b_e = tl.exp(tl.minimum(b_x, 20.0))
+        b_log1p = tl.where(b_e < 0.01, b_e * (1.0 - b_e * (0.5 - b_e * 0.33333333)), tl.log(1.0 + b_e))
+        b_g = -a * tl.where(b_x > 20.0, b_x, b_log1p)
+    elif GATE == "bounded":
+        b_g = lower_bound * tl.sigmoid(a * b_x)
+    else:
+        b_g = b_x
+    return tl.maximum(b_g * LOG2_E, MIN_LOG2)
+
+
+@triton.jit
+def gate_grad(b_dg, b_x, a, lower_bound, GATE: tl.constexpr):
+    """From the gradient of the natural log decay: the gradient of raw g (and dt_bias), and each token's share of dA_log."""
+    if GATE == "softplus":
+        b_dx = -a * tl.sigmoid(b_x) * b_dg
+        b_da = b_dg * gate_log2(b_x, a, lower_bound, GATE) / LOG2_E
+    elif GATE == "bounded":
+        b_s = tl.sigmoid(a * b_x)
+        b_dx = lower_bound * a * b_s * (1.0 - b_s) * b_dg
+        b_da = b_dx * b_x
+    else:
+        b_dx = b_dg
+        b_da = b_dg * 0.0
+    return b_dx, b_da
+
+
+@triton.jit
+def load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_c, m_c, K: tl.constexpr, SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Raw g + dt_bias of a tile, [C, BK] float32, or [C] for one gate a head; g points at the chunk's first token."""
+    if SCALAR:
+        b_x = tl.load(g + o_c * s_gt, mask=m_c, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            b_x += tl.load(dt_bias + i_h)
+    else:
+        b_x = tl.load(g + o_c[:, None] * s_gt + o_k[None, :], mask=m_c[:, None], other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            b_x += tl.load(dt_bias + i_h * K + o_k)[None, :]
+    return b_x
+
+
+@triton.jit
+def decay_log2(b_x, a, lower_bound, m_c, C: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr):
+    """log2 decays of a tile [C, BK]; rows past the sequence decay nothing."""
+    b_g2 = gate_log2(b_x, a, lower_bound, GATE)
+    if SCALAR:
+        b_g2 = tl.broadcast_to(tl.where(m_c, b_g2, 0.0)[:, None], [C, BK])
+    else:
+        b_g2 = tl.where(m_c[:, None], b_g2, 0.0)
+    return b_g2
+
+
+@triton.jit
+def load_decay(
+    g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t,
+    K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """log2 decays of rows o_t and channels o_k, [BC, BK]."""
+    b_x = load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR, dt_bias is not None)
+    return decay_log2(b_x, a, lower_bound, m_t, BC, BK, SCALAR, GATE)
+
+
+@triton.jit
+def activate_beta(b_beta, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr):
+    if SIGMOID:
+        b_beta = BETA_MAX * tl.sigmoid(b_beta)
+    return b_beta
+
+
+@triton.jit
+def inverse_norm(x, s_xt, o_c, m_c, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
+    """1 / sqrt(sum x^2 + eps) of each row, [C]; ones without NORM."""
+    b_r = tl.full([C], 1.0, tl.float32)
+    if NORM:
+        b_sum = tl.zeros([C], tl.float32)
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            b_x = tl.load(x + o_c[:, None] * s_xt + o_k[None, :], mask=m_c[:, None], other=0.0).to(tl.float32)
+            b_sum += tl.sum(b_x * b_x, axis=1)
+        b_r = 1.0 / tl.sqrt(b_sum + NORM_EPS)
+    return b_r
+
+
+# Decays and scores of sub-blocks of BC rows; totals points at the chunk's, [NB, K]
+
+
+@triton.jit
+def pair_of_blocks(i_p):
+    """Row and column sub-block of pair 0..5: (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)."""
+    i_r = 1 + tl.where(i_p >= 1, 1, 0) + tl.where(i_p >= 3, 1, 0)
+    return i_r, i_p - i_r * (i_r - 1) // 2
+
+
+@triton.jit
+def sum_between(totals, i_s, i_r, o_k, K: tl.constexpr, BK: tl.constexpr):
+    """Decay of the sub-blocks between i_s and i_r, both left out, [BK]."""
+    b_sum = tl.zeros([BK], tl.float32)
+    for i in range(i_s + 1, i_r):
+        b_sum += tl.load(totals + i * K + o_k)
+    return b_sum
+
+
+@triton.jit
+def sums_around(totals, i_r, o_k, K: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr):
+    """Decays of all sub-blocks before and of all behind i_r, [BK] each."""
+    return sum_between(totals, -1, i_r, o_k, K, BK), sum_between(totals, i_r, NB, o_k, K, BK)
+
+
+@triton.jit
+def level_decay(b_c, S: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
+    """2^-|c - c_a| of level S, [BC, BK]."""
+    b_c3 = tl.reshape(b_c, [BC // (2 * S), 2 * S, BK])
+    m_a = (tl.arange(0, 2 * S) == S - 1)[None, :, None]
+    b_a = tl.sum(tl.where(m_a, b_c3, 0.0), axis=1, keep_dims=True)
+    return tl.reshape(tl.exp2(-tl.abs(b_c3 - b_a)), [BC, BK])
+
+
+@triton.jit
+def level_mask(S: tl.constexpr, C: tl.constexpr):
+    """[C, C]: row in the second half, column in the first half, of the same block of 2S."""
+    o_r = tl.arange(0, C)[:, None]
+    o_c = tl.arange(0, C)[None, :]
+    return (o_r // (2 * S) == o_c // (2 * S)) & (o_r % (2 * S) >= S) & (o_c % (2 * S) < S)
+
+
+# Triangular inverse
+
+
+@triton.jit
+def round_tf32(b_x):
+    """Round to the 10 mantissa bits a tf32 product keeps (the hardware would truncate: three times the error)."""
+    b_i = b_x.to(tl.int32, bitcast=True)
+    return ((b_i + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def merge_dot(b_x, b_y, DT: tl.constexpr, IP: tl.constexpr):
+    if DT == tl.float32 and IP == "tf32":  # noqa: SIM300  (constexprs, not a Yoda condition)
+        b_x = round_tf32(b_x)
+        b_y = round_tf32(b_y)
+    return tl.dot(b_x.to(DT), b_y.to(DT), input_precision=IP)
+
+
+@triton.jit
+def unit_lower_inverse(b_A, C: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A [C, C], float32. DT is the operand type of the merges: float32 or float16 (not bfloat16).
+
+    The 16x16 diagonal blocks by substitution (exact: powers of A, as in a Neumann series, blow up for correlated keys);
+    then blocks of 2S from blocks of S, X <- X - X A_S X with A_S the lower left corners: two matrix products a level.
+    """
+    NB: tl.constexpr = C // 16
+    o_b = tl.arange(0, NB)
+    o_r = tl.arange(0, 16)
+    m_diag = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_D = tl.sum(tl.where(m_diag, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0), axis=2)  # [NB, 16, 16]
+    b_X = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros([NB, 16, 16], tl.float32)
+    for j in range(15):
+        b_col = tl.sum(tl.where(o_r[None, None, :] == j, b_D, 0.0), axis=2)  # column j of A
+        b_row = tl.sum(tl.where(o_r[None, :, None] == j, b_X, 0.0), axis=1)  # row j of X: final
+        b_X -= b_col[:, :, None] * b_row[:, None, :]
+    b_X64 = tl.reshape(tl.where(m_diag, b_X[:, :, None, :], 0.0), [C, C])
+    b_X64 -= merge_dot(merge_dot(b_X64, tl.where(level_mask(16, C), b_A, 0.0), DT, IP), b_X64, DT, IP)
+    b_X64 -= merge_dot(merge_dot(b_X64, tl.where(level_mask(32, C), b_A, 0.0), DT, IP), b_X64, DT, IP)
+    return b_X64

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA, the chains along a sequence: states and outputs forward, gradients of the states backward, and the scan of segments.
+
+Tiles kb, kr, qg, T, Aqk, decay are those of `kda_prepare`; S is [V, K], as stored. One chunk forward:
+    X = b V - kb S^T        U = T X        O = scale (qg S^T + Aqk U)        S <- S decay + U^T kr
+and backward, dS the gradient of the state after the chunk, dO times scale:
+    dU = Aqk^T dO + kr dS^T        dX = T^T dU        dV = b dX        dS <- dS decay + dO^T qg - dX^T kb
+The rows of S (and of dS) never mix, so a program walks the chunks with BV rows of it in registers. Everything is formed
+transposed ([BV, C]): the state and U^T are then left operands, which tensor cores take from registers.
+
+Segments. Few (sequence, head) pairs leave a GPU idle, so a sequence may be cut into segments of `seg` chunks. Each maps its
+first state to its last by S -> S M + B: B is the chain from S = 0, M the chain from S = I with V = 0 (K more rows of the same
+chain). A short scan gives every segment's first state, and the chains run again from there. Exact for any gate.
+The gradient runs through the same maps: dS -> dS M^T + D, D the backward chain from dS = 0.
+"""
+
+import triton
+import triton.language as tl
+
+from .kda_common import work_span
+
+
+@triton.jit
+def load_rows(p, m_c, IS_TAIL: tl.constexpr):
+    """A tile; the rows of a sequence's last, shorter chunk that are not its own are zero. Full chunks need no predicates."""
+    if IS_TAIL:
+        return tl.load(p, mask=m_c[:, None], other=0.0)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def store_rows(p, b_x, m_c, IS_TAIL: tl.constexpr):
+    if IS_TAIL:
+        tl.store(p, b_x, mask=m_c[:, None])
+    else:
+        tl.store(p, b_x)
+
+
+@triton.jit
+def chunk_fwd(
+    b_S, i_t, num, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to, s_vt, s_ot, scale,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_MAP: tl.constexpr,
+    IS_TAIL: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a chain: from the state before it to the state after it."""
+    DT: tl.constexpr = kb.dtype.element_ty
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    o_ck = o_c[:, None] * K + o_k[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    m_c = o_c < num
+    t0 = tl.cast(i_t, tl.int64) * C
+    row = head + t0
+    o_chunk = (base + i_t) * HV + i_h
+    b_kb = load_rows(kb + row * K + o_ck, m_c, IS_TAIL)
+    b_T = load_rows(t_inv + row * C + o_cc, m_c, IS_TAIL)
+    b_kr = load_rows(kr + row * K + o_ck, m_c, IS_TAIL)
+    b_decay = tl.load(decay + o_chunk * K + o_k)
+    if h is not None:
+        tl.store(h + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :], b_S.to(h.dtype.element_ty))
+
+    b_Sd = b_S.to(DT)
+    b_X = -tl.dot(b_Sd, tl.trans(b_kb), input_precision=IP)  # [BV, C]
+    if IS_MAP:
+        b_v = tl.load(v + t0 * s_vt + o_tv, mask=m_c[:, None] & (o_v < V)[None, :], other=0.0)
+    else:
+        b_v = load_rows(v + t0 * s_vt + o_tv, m_c, IS_TAIL)
+    b_beta = tl.load(beta + row + o_c, mask=m_c, other=0.0) if IS_TAIL else tl.load(beta + row + o_c)
+    b_X += tl.trans(b_v).to(tl.float32) * b_beta[None, :]
+    b_U = tl.dot(b_X.to(DT), tl.trans(b_T), input_precision=IP).to(DT)  # [BV, C]
+    if o is not None:
+        b_qg = load_rows(qg + row * K + o_ck, m_c, IS_TAIL)
+        b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, IS_TAIL)
+        b_o = tl.dot(b_Sd, tl.trans(b_qg), input_precision=IP)
+        b_o = tl.dot(b_U, tl.trans(b_Aqk), b_o, input_precision=IP) * scale
+    b_S = tl.dot(b_U, b_kr, b_S * b_decay[None, :], input_precision=IP)
+    if o is not None:
+        store_rows(o + t0 * s_ot + o_to, tl.trans(b_o.to(o.dtype.element_ty)), m_c, IS_TAIL)
+    if u is not None:
+        store_rows(u + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_U), m_c, IS_TAIL)
+    return b_S
+
+
+@triton.jit
+def chunk_bwd(
+    b_dS, i_t, num, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do, dh, dx, dv, o_v, o_to, s_ot, scale,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_TAIL: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a chain in reverse: from the gradient of the state after it to that of the state before it."""
+    DT: tl.constexpr = kb.dtype.element_ty
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    o_ck = o_c[:, None] * K + o_k[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    m_c = o_c < num
+    t0 = tl.cast(i_t, tl.int64) * C
+    row = head + t0
+    o_chunk = (base + i_t) * HV + i_h
+    b_kr = load_rows(kr + row * K + o_ck, m_c, IS_TAIL)
+    b_T = load_rows(t_inv + row * C + o_cc, m_c, IS_TAIL)
+    b_kb = load_rows(kb + row * K + o_ck, m_c, IS_TAIL)
+    b_qg = load_rows(qg + row * K + o_ck, m_c, IS_TAIL)
+    b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, IS_TAIL)
+    b_do = load_rows(do + t0 * s_ot + o_to, m_c, IS_TAIL)
+    b_doT = (tl.trans(b_do).to(tl.float32) * scale).to(DT)  # [BV, C]
+    b_decay = tl.load(decay + o_chunk * K + o_k)
+    b_dSd = b_dS.to(DT)
+    if dh is not None:
+        tl.store(dh + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :], b_dSd)
+
+    b_dU = tl.dot(b_doT, b_Aqk, input_precision=IP)
+    b_dU = tl.dot(b_dSd, tl.trans(b_kr), b_dU, input_precision=IP)
+    b_dX = tl.dot(b_dU.to(DT), b_T, input_precision=IP)  # [BV, C]
+    b_dXd = b_dX.to(DT)
+    b_dS = tl.dot(b_doT, b_qg, b_dS * b_decay[None, :], input_precision=IP)
+    b_dS = tl.dot(-b_dXd, b_kb, b_dS, input_precision=IP)
+    if dx is not None:
+        store_rows(dx + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_dXd), m_c, IS_TAIL)
+        b_beta = tl.load(beta + row + o_c, mask=m_c, other=0.0) if IS_TAIL else tl.load(beta + row + o_c)
+        p_dv = dv + ((token + t0) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+        store_rows(p_dv, tl.trans((b_dX * b_beta[None, :]).to(dv.dtype.element_ty)), m_c, IS_TAIL)
+    return b_dS
+
+
+@triton.jit(do_not_specialize=["scale", "T", "TT", "NT", "NS", "seg"])
+def kda_state_fwd_kernel(
+    kb,
+    kr,
+    qg,
+    t_inv,
+    a_qk,
+    beta,
+    decay,
+    v,
+    seed,
+    o,
+    ht,
+    h,
+    u,
+    maps,
+    cu_seqlens,
+    chunk_base,
+    seg_seq,
+    seg_base,
+    s_vb,
+    s_vt,
+    s_vh,
+    s_ob,
+    s_ot,
+    s_oh,
+    scale,
+    T,
+    TT,
+    NT,
+    NS,
+    seg,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HAS_SEG: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Chains of whole sequences or segments from their `seed` (zero if None).
+
+    Optional outputs: o; ht, the last states; h, the state before each chunk; u. With `maps` [W, HV, V + K, K] instead: rows
+    [0, V) are B and rows [V, V + K) are M of each chain.
+    """
+    IS_MAP: tl.constexpr = maps is not None
+    ROWS: tl.constexpr = V + K if IS_MAP else V
+    NB: tl.constexpr = ROWS // BV
+    i_r = tl.program_id(0) % NB
+    i_h = tl.program_id(0) // NB % HV
+    i_w = tl.program_id(0) // (NB * HV)
+    i_b, bos, length, first, last, base, alive = work_span(
+        i_w, cu_seqlens, chunk_base, seg_seq, seg_base, T, NT, NS, seg, IS_PACKED, HAS_SEG, C
+    )
+    if not alive:
+        return
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    o_v = i_r * BV + tl.arange(0, BV)
+    o_vk = o_v[:, None] * K + o_k[None, :]
+    head = i_h.to(tl.int64) * TT + i_b * T + bos
+    v += i_b * s_vb + bos * s_vt + i_h * s_vh
+    if o is not None:
+        o += i_b * s_ob + bos * s_ot + i_h * s_oh
+    o_chain = i_w.to(tl.int64) * HV + i_h
+
+    if IS_MAP:
+        b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
+    elif seed is not None:
+        b_S = tl.load(seed + o_chain * (V * K) + o_vk)
+    else:
+        b_S = tl.zeros([BV, K], tl.float32)
+
+    o_tv = o_c[:, None] * s_vt + o_v[None, :]
+    o_to = o_c[:, None] * s_ot + o_v[None, :]
+    full = tl.minimum(last, length // C)
+    for i_t in range(first, full):
+        b_S = chunk_fwd(b_S, i_t, C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to,
+                        s_vt, s_ot, scale, HV, K, V, C, IS_MAP, False, IP)  # fmt: skip
+    if full < last:
+        b_S = chunk_fwd(b_S, full, length - full * C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u,
+                        o_v, o_tv, o_to, s_vt, s_ot, scale, HV, K, V, C, IS_MAP, True, IP)  # fmt: skip
+
+    if IS_MAP:
+        tl.store(maps + o_chain * ((V + K) * K) + o_vk, b_S)
+    if ht is not None:
+        tl.store(ht + o_chain * (V * K) + o_vk, b_S)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "TT", "NT", "NS", "seg"])
+def kda_state_bwd_kernel(
+    kb,
+    kr,
+    qg,
+    t_inv,
+    a_qk,
+    beta,
+    decay,
+    do,
+    seed,
+    dh,
+    dx,
+    dv,
+    dh0,
+    cu_seqlens,
+    chunk_base,
+    seg_seq,
+    seg_base,
+    s_ob,
+    s_ot,
+    s_oh,
+    scale,
+    T,
+    TT,
+    NT,
+    NS,
+    seg,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HAS_SEG: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Chains from the last chunk to the first, from the gradient `seed` of their last state (zero if None).
+
+    Optional outputs: dh, the gradient of the state after each chunk; dx (scratch) and dv; dh0, of each chain's first state.
+    """
+    NB: tl.constexpr = V // BV
+    i_r = tl.program_id(0) % NB
+    i_h = tl.program_id(0) // NB % HV
+    i_w = tl.program_id(0) // (NB * HV)
+    i_b, bos, length, first, last, base, alive = work_span(
+        i_w, cu_seqlens, chunk_base, seg_seq, seg_base, T, NT, NS, seg, IS_PACKED, HAS_SEG, C
+    )
+    if not alive:
+        return
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    o_v = i_r * BV + tl.arange(0, BV)
+    o_vk = o_v[:, None] * K + o_k[None, :]
+    head = i_h.to(tl.int64) * TT + i_b * T + bos
+    do += i_b * s_ob + bos * s_ot + i_h * s_oh
+    o_chain = i_w.to(tl.int64) * HV + i_h
+
+    if seed is not None:
+        b_dS = tl.load(seed + o_chain * (V * K) + o_vk)
+    else:
+        b_dS = tl.zeros([BV, K], tl.float32)
+
+    o_to = o_c[:, None] * s_ot + o_v[None, :]
+    token = i_b * T + bos
+    full = tl.minimum(last, length // C)
+    if full < last:
+        b_dS = chunk_bwd(b_dS, full, length - full * C, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do,
+                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, True, IP)  # fmt: skip
+    for i in range(0, full - first):
+        b_dS = chunk_bwd(b_dS, full - 1 - i, C, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do,
+                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, False, IP)  # fmt: skip
+
+    if dh0 is not None:
+        tl.store(dh0 + o_chain * (V * K) + o_vk, b_dS)
+
+
+@triton.jit(do_not_specialize=["NS"])
+def kda_scan_kernel(
+    maps,
+    offsets,
+    first,
+    seeds,
+    last,
+    seg_base,
+    NS,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_MAP: tl.constexpr,
+):
+    """First state of every segment (`seeds`) and the last state, by S <- S M + B along the sequence from `first` (or zero).
+
+    `maps` [segments, HV, V + K, K] holds B above M. With `offsets` the scan is the backward one: in reverse, S <- S M^T + offset.
+    IS_MAP scans V + K rows from [0 | I], which composes the maps. The state in hand passes through `seeds`, so that a
+    product can take it in slices of BK columns.
+    """
+    IS_BWD: tl.constexpr = offsets is not None
+    ROWS: tl.constexpr = V + K if IS_MAP else V
+    NB: tl.constexpr = ROWS // BV
+    i_r = tl.program_id(0) % NB
+    i_h = tl.program_id(0) // NB % HV
+    i_n = tl.program_id(0) // (NB * HV)
+    if IS_PACKED:
+        base = tl.load(seg_base + i_n)
+        num = tl.load(seg_base + i_n + 1) - base
+    else:
+        base = i_n * NS
+        num = i_n * 0 + NS
+    o_k = tl.arange(0, K)
+    o_b = tl.arange(0, BK)
+    o_v = i_r * BV + tl.arange(0, BV)
+    o_vk = o_v[:, None] * K + o_k[None, :]
+    m_v = (o_v < V)[:, None]
+    o_state = (i_n.to(tl.int64) * HV + i_h) * (ROWS * K)
+    if IS_MAP:
+        b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
+    elif first is not None:
+        b_S = tl.load(first + o_state + o_vk)
+    else:
+        b_S = tl.zeros([BV, K], tl.float32)
+    for i in range(0, num):
+        i_s = base + (num - 1 - i if IS_BWD else i)
+        o_seg = tl.cast(i_s, tl.int64) * HV + i_h
+        p_B = maps + o_seg * ((V + K) * K)
+        p_M = p_B + V * K
+        p_S = seeds + o_seg * (ROWS * K)
+        tl.store(p_S + o_vk, b_S)
+        tl.debug_barrier()
+        if IS_BWD:
+            b_S = tl.load(offsets + o_seg * (V * K) + o_vk)
+        else:
+            b_S = tl.load(p_B + o_vk, mask=m_v, other=0.0)
+        for i_k in range(0, K, BK):
+            b_s = tl.load(p_S + o_v[:, None] * K + i_k + o_b[None, :])
+            if IS_BWD:
+                b_M = tl.trans(tl.load(p_M + o_k[:, None] * K + i_k + o_b[None, :]))
+            else:
+                b_M = tl.load(p_M + (i_k + o_b)[:, None] * K + o_k[None, :])
+            b_S = tl.dot(b_s, b_M, b_S, input_precision="tf32x3")
+    if last is not None:
+        tl.store(last + o_state + o_vk, b_S)

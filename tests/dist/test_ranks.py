@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cula.dist` on real gloo processes: values and gradients against float64, and calls that must fail.
+
+The calls are in `*_cases.py`; here they are started, two and four processes at a time, and looked at one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.dist.harness import assert_passed, run_cases
+from tests.dist.problems import Spec, check_cp
+
+WORLDS = (2, 4)
+_results: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+
+
+def results_of(module: str, world: int) -> dict[str, list[dict[str, Any]]]:
+    """Run a module's cases once a session."""
+    if (module, world) not in _results:
+        _results[module, world] = run_cases(f"tests.dist.{module}", world)
+    return _results[module, world]
+
+
+def all_cases(module: str) -> list[tuple[int, str]]:
+    return [(world, name) for world in WORLDS for name in importlib.import_module(f"tests.dist.{module}").cases(world)]
+
+
+@pytest.mark.parametrize(("world", "name"), all_cases("cp_cases"))
+def test_context_parallel(world, name):
+    assert_passed(results_of("cp_cases", world), name)
+
+
+@pytest.mark.parametrize(("world", "name"), all_cases("tp_cases"))
+def test_tensor_parallel_and_hybrid(world, name):
+    assert_passed(results_of("tp_cases", world), name)
+
+
+@pytest.mark.parametrize(("world", "name"), all_cases("fault_cases"))
+def test_faults(world, name):
+    results = results_of("fault_cases", world)
+    assert_passed(results, name)
+    values = [r["value"] for r in results[name]]
+    if name == "bad-sizes":
+        errors = values[0]
+        for what, error in errors.items():
+            expected = "NotImplementedError" if "nvshmem" in what else "ValueError"
+            assert error.startswith(expected), f"{what}: {error}"
+        assert "use a torch.distributed process group" in errors["nvshmem"]
+        assert "does not divide the 2 value heads" in errors["tp_size"]
+    elif name == "remembered":
+        assert values == [0] * world
+    elif name == "all-refuse":
+        assert all("beta has shape" in v["error"] and v["seconds"] < 5 for v in values)
+    elif name in ("refused", "first-rank-refuses", "unknown-keyword"):
+        others = {v["error"] for v in values if not v["is_odd"]}
+        (own,) = (v["error"] for v in values if v["is_odd"])
+        assert len(others) == 1
+        assert "refused the call: " + own in others.pop()
+        assert own.startswith("TypeError" if name == "unknown-keyword" else "ValueError")
+    else:
+        errors = {v["error"] for v in values}
+        assert len(errors) == 1, errors
+        assert errors.pop().startswith("ValueError: cula")
+        assert all(v.get("seconds", 0) < 10 for v in values)
+
+
+def _lose_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+    check_cp(Spec(slices=(20, 20)), rank, 2)
+    if rank == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        check_cp(Spec(slices=(20, 20)), rank, 2)
+    assert time.monotonic() - started < 60
+    os._exit(0)  # no orderly end of a group that has lost a rank
+
+
+def test_a_lost_rank_is_an_error_of_the_group(tmp_path):
+    mp.start_processes(_lose_a_rank, (str(tmp_path),), nprocs=2, join=True, start_method="spawn")
+
+
+def _share_a_gpu(rank: int, world: int, folder: str, backend: str) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    modes = ("ring", "scan") if world > 1 else ("auto",)
+    for family in ("kda", "lightning"):
+        for cp_mode in modes:
+            options = {"cp_mode": cp_mode, "broadcast_final_state": True}
+            spec = Spec(family, slices=(100, 64, 33, 59)[:world], H=1, HV=2, K=64, V=64, has_h0=True, options=options)
+            check_cp(spec, rank, world, device="cuda", tolerance=5e-3)
+            spec = Spec(
+                family, lengths=(50, 130, 0, 40), H=1, HV=2, K=64, V=64, has_h0=True, options=options | {"sp_mode": "split"}
+            )
+            check_cp(spec, rank, world, device="cuda", tolerance=5e-3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (4, "gloo"), (1, "nccl")])
+def test_ranks_that_share_a_gpu(world, backend, tmp_path):
+    mp.start_processes(_share_a_gpu, (world, str(tmp_path), backend), nprocs=world, join=True, start_method="spawn")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile, for one architecture, the kernels of every kind of call that dispatch sends to Triton; print reports as JSON.
+
+    python -m tests.ops.triton.compile_variants 90
+
+A process of its own, because the interpreter that the other tests use and the compiler cannot share one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from cula import contract
+from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
+from cula.ops.triton import decode, kda, lightning
+from tests.support.calls import KdaCall, LightningCall
+from tests.support.triton_offline import dry_run
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FULL = KdaCall(gate="bounded", norm=True, beta="sigmoid", dtype=BF16, K=128, V=128, H=1, HV=2, T=256, gate_dtype=BF16)
+
+# name -> call. Head dims and dtypes decide tiles; the gate decides how diagonal blocks are made.
+KDA = {
+    "bf16 128": FULL,
+    "bf16 128, any gate": FULL.with_(gate="softplus"),
+    "bf16 128, packed": FULL.with_(lens=(100, 0, 156)),
+    "bf16 64": FULL.with_(K=64, V=64, HV=1),
+    "bf16 256": FULL.with_(K=256, V=256),
+    "bf16 32 by 128, scalar gate": FULL.with_(K=32, V=128, scalar_gate=True),
+    "fp32 64, log decays": KdaCall(dtype=FP32, K=64, V=64),
+    "fp32 128, log decays": KdaCall(dtype=FP32, K=128, V=128),
+}
+LIGHTNING = {
+    "bf16 128": LightningCall(dtype=BF16, K=128, V=128, T=256),
+    "bf16 64, packed": LightningCall(dtype=BF16, K=64, V=64, lens=(100, 0, 156)),
+    "bf16 256": LightningCall(dtype=BF16, K=256, V=256),
+    "fp32 64": LightningCall(dtype=FP32, K=64, V=64),
+}
+DECODE = {
+    "bf16 128, fp32 pool": (FULL.with_(T=1, B=4), FP32),
+    "bf16 128, bf16 pool": (FULL.with_(T=1, B=4), BF16),
+    "bf16 128, four tokens": (FULL.with_(T=4, B=4), FP32),
+    "fp32 64": (KdaCall(T=1, B=4, K=64, V=64), FP32),
+    "bf16 256": (FULL.with_(T=1, B=4, K=256, V=256), FP32),
+}
+
+
+def compile_all(arch: int) -> list[dict]:
+    sm = (arch // 10, arch % 10)
+    reports = []
+
+    def record(what: str, run) -> None:
+        with dry_run(arch) as compiled:
+            run()
+        for r in compiled:
+            shown = {n: getattr(r, n) for n in ("name", "registers", "spill_bytes", "shared_bytes", "fits")}
+            reports.append({"call": what, "arch": arch, **shown})
+
+    for name, call in KDA.items():
+        options = KdaOptions(**call.switches(), output_final_state=True)
+        problem, x = contract.check_kda(KdaInputs(**call.tensors()), options)
+        problem = replace(problem, sm=sm, needs_grad=True)
+        record(f"kda forward, {name}", lambda problem=problem, x=x: kda.kda_fwd(problem, x))
+        do, dht = torch.empty_like(x.v), torch.empty_like(x.initial_state)
+        record(f"kda backward, {name}", lambda p=problem, x=x, do=do, dht=dht: kda.kda_bwd(p, x, (), do, dht))
+    # few heads, many chunks: segments and their scan
+    problem, x = contract.check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
+    record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))
+    record("kda map, bf16 128", lambda: kda.kda_map(replace(problem, sm=sm), x))
+    for name, call in LIGHTNING.items():
+        p, y = contract.check_lightning(LightningInputs(**call.tensors()), output_final_state=True)
+        p = replace(p, sm=sm)
+        record(f"lightning forward, {name}", lambda p=p, y=y: lightning.lightning_fwd(p, y))
+        do, dht = torch.empty_like(y.v), torch.empty_like(y.initial_state)
+        record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, do, dht))
+    for name, (call, pool_dtype) in DECODE.items():
+        t = call.tensors()
+        pool = torch.empty(8, call.HV, call.V, call.K, dtype=pool_dtype)
+        slots = torch.zeros(4, dtype=torch.int32)
+        switches = {n: v for n, v in call.switches().items() if n != "scale"}
+        inputs = DecodeInputs(t["q"], t["k"], t["v"], pool, slots, t["g"], t["beta"], t["A_log"], t["dt_bias"])
+        d, z, _ = contract.check_decode(inputs, DecodeOptions(**switches))
+        record(f"decode, {name}", lambda d=d, z=z: decode.decode(replace(d, sm=sm), z))
+    return reports
+
+
+if __name__ == "__main__":
+    json.dump(compile_all(int(sys.argv[1])), sys.stdout)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU can show: graph capture, no hidden synchronisation, huge tensors, and FLA as a second opinion."""
+
+import pytest
+import torch
+
+import cula
+from cula import reference
+from cula.reference import relative_error
+from tests.support.calls import KdaCall, LightningCall
+
+pytestmark = pytest.mark.gpu
+
+FULL = KdaCall(
+    dtype=torch.bfloat16, H=2, HV=4, K=128, V=128, gate="bounded", norm=True, beta="sigmoid", gate_dtype=torch.bfloat16
+)
+
+
+def kda(tensors, call, **kwargs):
+    return cula.cula_kda(**tensors, **call.switches(), output_final_state=True, backend="triton", **kwargs)
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Any call that waits for the GPU raises."""
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("lens", [None, (300, 0, 65, 1000)])
+@pytest.mark.parametrize("safe_gate", [True, False])
+def test_forward_and_backward_never_wait_for_the_gpu(lens, safe_gate, no_synchronisation):
+    torch.cuda.set_sync_debug_mode("default")  # making the inputs may wait
+    call = FULL.with_(T=1000, lens=lens)
+    tensors = {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in call.tensors("cuda").items()}
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+    kda(tensors, call, safe_gate=safe_gate)  # compile
+    torch.cuda.set_sync_debug_mode("error")
+    o, state = kda(tensors, call, safe_gate=safe_gate)
+    torch.autograd.grad([o, state], leaves, [torch.ones_like(o), torch.ones_like(state)])
+
+
+def captured(function):
+    """A graph of `function` and what it returned while it was captured."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.mark.parametrize("lens", [None, (300, 0, 65, 135)])
+def test_a_prefill_is_captured_and_sees_new_data(lens):
+    call = FULL.with_(T=500, lens=lens)
+    static = call.tensors("cuda")
+    graph, (o, state) = captured(lambda: kda(static, call))
+    fresh = call.with_(seed=9).tensors("cuda")
+    for name, t in static.items():
+        if t is not None:
+            t.copy_(fresh[name])
+    graph.replay()
+    want_o, want_state = kda(fresh, call)
+    assert torch.equal(o, want_o)
+    assert torch.equal(state, want_state)
+
+
+@pytest.mark.parametrize("mode", ["kda", "lightning"])
+def test_decode_is_captured_and_sees_new_slots(mode):
+    call = FULL.with_(T=1, B=4)
+    t = call.tensors("cuda")
+    decay = torch.tensor([0.0, 0.1, 0.5, 2.0], device="cuda")
+    pool = torch.randn(8, call.HV, call.V, call.K, device="cuda")
+    start = pool.clone()
+    slots = torch.full((4,), -1, dtype=torch.int32, device="cuda")
+    common = {"state": pool, "state_indices": slots, "mode": mode, "backend": "triton"}
+    if mode == "kda":
+        arguments = {n: t[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")} | call.switches()
+    else:
+        arguments = {n: t[n] for n in ("q", "k", "v")} | {"decay": decay}
+    graph, (o, _) = captured(lambda: cula.cula_decode(**arguments, **common))
+    assert torch.equal(pool, start), "padded rows write nothing"
+    for rows in ([7, -1, 0, 3], [1, 2, -1, -1]):
+        pool.copy_(start)
+        slots.copy_(torch.tensor(rows))
+        graph.replay()
+        replayed, after = o.clone(), pool.clone()
+        pool.copy_(start)
+        want, _ = cula.cula_decode(**arguments, **common)
+        assert torch.equal(replayed, want)
+        assert torch.equal(after, pool)
+
+
+def test_more_than_2_to_the_31_elements():
+    """The last head of a tensor of 2.2e9 elements, beside the same head alone."""
+    T, H, D = 4096, 4200, 128
+    assert T * H * D > 2**31
+    gen = torch.Generator("cuda").manual_seed(0)
+    q, k, v, g = (torch.randn(1, T, H, D, generator=gen, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    beta = torch.randn(1, T, H, generator=gen, device="cuda", dtype=torch.bfloat16)
+    switches = {"use_gate_in_kernel": True, "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True, "safe_gate": True}
+    switches |= {"use_beta_sigmoid_in_kernel": True, "output_final_state": True, "backend": "triton"}
+    o, state = cula.cula_kda(q, k, v, g, beta, **switches)
+    last = slice(H - 4, H)
+    o_last, state_last = cula.cula_kda(*(x[:, :, last].contiguous() for x in (q, k, v, g, beta)), **switches)
+    assert relative_error(o[:, :, last], o_last) < 1e-3
+    assert relative_error(state[:, last], state_last) < 1e-3
+    del o, o_last
+    decay = torch.rand(H, device="cuda")
+    o, _ = cula.cula_lightning(q, k, v, decay, backend="triton")
+    o_last, _ = cula.cula_lightning(*(x[:, :, last].contiguous() for x in (q, k, v)), decay[last], backend="triton")
+    assert relative_error(o[:, :, last], o_last) < 1e-3
+
+
+GATES = {
+    "fast": {"gate": "bounded"},
+    "softplus": {"gate": "softplus"},
+    "none": {"gate": "log", "decay": 0.0},
+    "strong": {"gate": "log", "decay": 5.0},
+    "unbounded": {"gate": "log", "decay": 50.0},
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("lens", [None, (700, 1, 300, 23)])
+def test_no_worse_than_fla(gate, lens):
+    """Relative errors against float64 beside FLA's on the same inputs, forward and every gradient."""
+    fla_kda = pytest.importorskip("fla.ops.kda", reason="fla-core is not installed").chunk_kda
+    call = FULL.with_(T=1024, lens=lens, gate_dtype=torch.float32, HV=2, **GATES[gate])
+    tensors = {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in call.tensors("cuda").items()}
+    names = [n for n, t in tensors.items() if t is not None and t.requires_grad]
+    leaves = [tensors[n] for n in names]
+    safe_gate = call.gate == "bounded"
+    want = reference.kda(**tensors, **call.switches())
+    gen = torch.Generator("cuda").manual_seed(1)
+    do = torch.randn(want[0].shape, generator=gen, device="cuda").bfloat16()
+    dht = torch.randn(want[1].shape, generator=gen, device="cuda")
+    wanted = [*want, *torch.autograd.grad(want, leaves, [do.double(), dht.double()])]
+
+    def errors(run):
+        o, state = run()
+        grads = torch.autograd.grad([o, state], leaves, [do, dht])
+        return {n: relative_error(a, b) for n, a, b in zip(["o", "state", *names], [o, state, *grads], wanted)}
+
+    ours = errors(lambda: kda(tensors, call, safe_gate=safe_gate))
+    fla = errors(lambda: fla_kda(**tensors, **call.switches(), safe_gate=safe_gate, output_final_state=True, state_v_first=True))
+    for name, error in ours.items():
+        assert error < max(1.2 * fla[name], 5e-3), f"{name}: {error:.1e}, FLA {fla[name]:.1e}"
+
+
+def test_lightning_no_worse_than_fla():
+    simple_gla = pytest.importorskip("fla.ops.simple_gla", reason="fla-core is not installed").chunk_simple_gla
+    t = LightningCall(T=1000, B=2, H=4, HV=4, K=128, V=128, dtype=torch.bfloat16).tensors("cuda")
+    want, want_state = reference.lightning(**t)
+    ours, state = cula.cula_lightning(
+        t["q"], t["k"], t["v"], t["decay"], initial_state=t["initial_state"], output_final_state=True, backend="triton"
+    )
+    h0 = t["initial_state"].transpose(-1, -2).contiguous()
+    theirs, _ = simple_gla(t["q"], t["k"], t["v"], g_gamma=-t["decay"], initial_state=h0, output_final_state=True)
+    assert relative_error(ours, want) < max(1.2 * relative_error(theirs, want), 3e-3)
+    assert relative_error(state, want_state) < 3e-3
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000, 20000])
+def test_long_and_odd_lengths(T):
+    call = FULL.with_(T=T, H=1, HV=1)
+    tensors = call.tensors("cuda")
+    o, state = kda(tensors, call, safe_gate=True)
+    tail = slice(max(0, T - 2000), T)  # what came before is in the state that our own run of the prefix leaves
+    part = {n: t[:, tail] if n in ("q", "k", "v", "g", "beta") else t for n, t in tensors.items()}
+    if tail.start:
+        before = {n: t[:, : tail.start] if n in ("q", "k", "v", "g", "beta") else t for n, t in tensors.items()}
+        part["initial_state"] = kda(before, call, safe_gate=True)[1]
+    want_o, want_state = reference.kda(**part, **call.switches())
+    assert relative_error(o[:, tail], want_o) < 1e-2
+    assert relative_error(state, want_state) < 1e-2
