@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one row of a benchmark measures: an operation, a shape, a gate, a dtype and flags. Plain values, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+OPS = ("kda_prefill", "kda_train", "lightning_prefill", "lightning_train", "kda_decode", "lightning_decode")
+GATES = ("fast", "slow", "init")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# name on the command line -> what it switches on
+FLAGS = {
+    "gate": "the gate's formula in the kernel",
+    "sigmoid": "beta's sigmoid in the kernel",
+    "norm": "the L2 norm of q and k in the kernel",
+    "h0": "start from a state",
+    "ht": "return the last state",
+    "scalar": "one gate a head (gated delta rule) instead of one a channel",
+}
+ALL_FLAGS = ("gate", "sigmoid", "norm", "h0", "ht")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. `lens` holds the length of every sequence; a decode has N = len(lens) rows of lens[0] tokens."""
+
+    suite: str
+    op: str
+    lens: tuple[int, ...]
+    H: int
+    HV: int
+    K: int = 128
+    V: int = 128
+    gate: str = "fast"  # Lightning: "slopes"
+    dtype: str = "bfloat16"
+    flags: tuple[str, ...] = ALL_FLAGS
+    packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
+    mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: "host"
+
+    def __post_init__(self) -> None:
+        if not self.lens or min(self.lens) < 1:
+            raise ValueError(f"sequence lengths must be positive; got {self.lens}")
+        if self.HV % self.H:
+            raise ValueError(f"{self.HV} value heads are not a multiple of {self.H} query/key heads")
+        if not self.packed and len(set(self.lens)) != 1:
+            raise ValueError(f"sequences of different lengths {self.lens} must be packed")
+        unknown = set(self.flags) - set(FLAGS)
+        if unknown:
+            raise ValueError(f"unknown flags {sorted(unknown)}; choose from {sorted(FLAGS)}")
+
+    @property
+    def N(self) -> int:
+        return len(self.lens)
+
+    @property
+    def T(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lens)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.op.endswith("decode")
+
+    @property
+    def is_train(self) -> bool:
+        return self.op.endswith("train")
+
+    @property
+    def is_kda(self) -> bool:
+        return self.op.startswith("kda")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def has(self, flag: str) -> bool:
+        return flag in self.flags
+
+    @property
+    def shape(self) -> str:
+        """ "H=12, 1x2048": what a reader calls it."""
+        heads = f"H={self.H}" if self.H == self.HV else f"H={self.H} HV={self.HV}"
+        if self.is_decode:
+            return f"N={self.N} {heads}" + (f" T={self.lens[0]}" if self.lens[0] > 1 else "")
+        lens = f"[{','.join(map(str, self.lens))}]" if self.packed else f"{self.N}x{self.lens[0]}"
+        return f"{heads}, {lens}"
+
+    @property
+    def label(self) -> str:
+        parts = [self.shape]
+        if (self.K, self.V) != (128, 128):
+            parts.append(f"K={self.K} V={self.V}")
+        if self.is_kda:
+            parts.append(self.gate)
+        if self.has("scalar"):
+            parts.append("one gate a head")
+        if self.mode not in ("", "host"):
+            parts.append(self.mode)
+        return ", ".join(parts)
+
+    @property
+    def id(self) -> str:
+        """Names the case in result files: equal ids are the same work."""
+        lens = ",".join(map(str, self.lens)) if self.packed else f"{self.N}x{self.lens[0]}"
+        head = f"{self.suite}/{self.op}" + (f"/{self.mode}" if self.mode else "")
+        flags = "+".join(self.flags) or "none"
+        return f"{head}/{lens}/h{self.H}/hv{self.HV}/k{self.K}/v{self.V}/{self.gate}/{self.dtype}/{flags}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"lens": list(self.lens), "flags": list(self.flags)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Case:
+        return cls(**(values | {"lens": tuple(values["lens"]), "flags": tuple(values["flags"])}))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cula-bench run SUITE...`, `cula-bench report RESULT.json...`, `cula-bench compare A.json B.json`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cula.bench import compare as comparing
+from cula.bench import report as reporting
+from cula.bench import results, runner, suites
+from cula.bench.cases import DTYPES, FLAGS, GATES
+from cula.bench.peers import PEERS, Peer
+
+EXAMPLES = """examples:
+  cula-bench run kda-prefill decode --out prefill.json --budget 480
+  cula-bench run kda-prefill --t 8192 --h 16 --hv 32 --gate slow
+  cula-bench run kda-prefill --lens 1300,547,2048 --h 96 --peers fla
+  cula-bench report benchmarks/results/H200-*.json
+  cula-bench compare before.json after.json --threshold 1.05
+"""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(",") if word)
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cula-bench", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure suites and write a result file")
+    listed = "; ".join(f"{name}: {what}" for name, what in suites.SUITES.items())
+    run.add_argument("suites", nargs="+", metavar="SUITE", help=f"{listed}; or 'all'")
+    run.add_argument("--out", type=Path, default=Path("bench.json"), help="result file (default: %(default)s)")
+    run.add_argument("--resume", action="store_true", help="add the cases that the file does not hold yet")
+    run.add_argument("--budget", type=float, help="seconds after which no further case is started")
+    run.add_argument("--warm", type=int, default=0, metavar="N", help="processes that compile first, for half the budget at most")
+    run.add_argument("--shapes-limit", type=int, help="at most so many cases of each suite")
+    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--backend", default="auto", help="force a cuLA backend by name")
+    run.add_argument("--peers", default="all", help=f"all, none, or some of {','.join(p.name for p in PEERS)}")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--commit", help="what to record as the commit where there is no git")
+    shape = run.add_argument_group("any shape, instead of the suite's own")
+    shape.add_argument("--t", type=numbers, default=(), metavar="T,...", help="tokens of a sequence")
+    shape.add_argument("--h", type=numbers, default=(), metavar="H,...", help="query/key heads")
+    shape.add_argument("--hv", type=int, help="value heads")
+    shape.add_argument("--b", type=int, help="sequences of length T (decode: rows)")
+    shape.add_argument("--lens", type=numbers, default=(), metavar="L,...", help="lengths of packed sequences")
+    shape.add_argument("--k", type=int, help="head dim of q and k")
+    shape.add_argument("--v", type=int, help="head dim of v")
+    shape.add_argument("--gate", type=words, default=(), metavar="NAME,...", help=f"some of {','.join(GATES)}")
+    shape.add_argument("--dtype", choices=list(DTYPES))
+    shape.add_argument("--flags", type=suites.parse_flags, help=f"all, none, or some of {', '.join(FLAGS)}")
+    report = commands.add_parser("report", help="Markdown and pictures from result files")
+    report.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    report.add_argument("--to", type=Path, default=Path("docs/benchmarks"), help="folder (default: %(default)s)")
+    report.add_argument("--readme", type=Path, default=Path("README.md"), help="whose generated block is filled, if it has one")
+    compare = commands.add_parser("compare", help="regressions between two result files; exits 1 where there are any")
+    compare.add_argument("before", type=Path)
+    compare.add_argument("after", type=Path)
+    threshold = comparing.DEFAULT_THRESHOLD
+    compare.add_argument("--threshold", type=float, default=threshold, help="time ratio that counts (default: %(default)s)")
+    return parser
+
+
+def chosen_peers(text: str) -> tuple[Peer, ...]:
+    if text in ("all", "none"):
+        return PEERS if text == "all" else ()
+    by_name = {p.name: p for p in PEERS}
+    unknown = [name for name in words(text) if name not in by_name]
+    if unknown:
+        raise ValueError(f"unknown peers {unknown}; choose from {list(by_name)}")
+    return tuple(by_name[name] for name in words(text))
+
+
+def run(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    bad = [gate for gate in args.gate if gate not in GATES]
+    if bad:
+        raise ValueError(f"unknown gates {bad}; choose from {list(GATES)}")
+    names = list(suites.SUITES) if args.suites == ["all"] else args.suites
+    custom = suites.Custom(args.t, args.h, args.hv, args.b, args.lens, args.k, args.v, args.gate, args.dtype, args.flags)
+    cases = suites.build(names, device.type, custom, args.shapes_limit)
+    record = {"suites": names, "shapes_limit": args.shapes_limit}
+    settings = runner.Settings(device, args.backend, chosen_peers(args.peers), args.seed, args.budget, args.warm, record)
+    result = runner.run(cases, settings, args.out, resume=args.resume, revision=args.commit)
+    print(f"\n{reporting.screen(result)}\n{args.out}: {len(result['rows'])} rows")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    readme = args.readme if args.readme.exists() else None
+    for path in reporting.write(results.load_all(args.results), [p.as_posix() for p in args.results], args.to, readme):
+        print(path)
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    found = comparing.compare(results.load(args.before), results.load(args.after), args.threshold)
+    print(found.text())
+    return 1 if found.regressions else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return {"run": run, "report": report, "compare": compare}[args.command](args)
+    except (ValueError, FileExistsError, FileNotFoundError) as error:
+        print(f"cula-bench: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bandwidth floor: the bytes a case must move, each once, at the speed this machine copies.
+
+For a KDA prefill of T tokens in bf16 (e = 2 bytes an element):
+
+    T (2 H K e + HV (2 V e + K e + e)) + 2 N HV V K 4
+
+that is q, k; v and o; g; beta; the states in and out. Training moves the forward's bytes, then the inputs again with do,
+and writes a gradient for each input. Decode reads and writes a state for each row.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from cula.bench.cases import Case
+
+STATE_BYTES = 4
+
+
+def floor_bytes(case: Case) -> int:
+    e = torch.empty(0, dtype=case.torch_dtype).element_size()
+    tokens_in = 2 * case.H * case.K * e + case.HV * case.V * e
+    if case.is_kda:
+        tokens_in += case.HV * ((1 if case.has("scalar") else case.K) * e + e)
+    o = case.HV * case.V * e
+    state = case.N * case.HV * case.V * case.K * STATE_BYTES
+    if case.is_decode:
+        return case.T * (tokens_in + o) + 2 * state
+    forward = case.T * (tokens_in + o) + state * (case.has("h0") + case.has("ht"))
+    if not case.is_train:
+        return forward
+    return forward + case.T * (2 * tokens_in + o) + 2 * state * case.has("h0")
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a large copy reads and writes here, best of a few: what the floor divides by."""
+    on_gpu = device.type == "cuda"
+    size = 2**30 if on_gpu else 2**26
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(12 if on_gpu else 4):
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            began = time.perf_counter()
+            target.copy_(source)
+            seconds = time.perf_counter() - began
+        best = min(best, seconds)
+    return 2 * size / best

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: Markdown and pictures from result files, and from nothing else. Where we lose, it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cula.bench import plots, summary
+from cula.bench.progress import table
+from cula.bench.results import Result, short_name
+from cula.bench.suites import SUITES
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+Row = summary.Row
+
+
+def merge(loaded: Sequence[Result]) -> list[Row]:
+    """The rows of all files in the order of the suites; of a case measured twice, the later file's."""
+    rows = {row["id"]: row for result in loaded for row in result["rows"]}
+    order = list(SUITES)
+    return sorted(rows.values(), key=lambda row: order.index(row["suite"]))
+
+
+def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme: Path | None = None) -> list[Path]:
+    """`<GPU>.md` and its pictures for each machine in the results; the README's block for the first. Returns what was written."""
+    written: list[Path] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    machines = list(dict.fromkeys(short_name(result) for result in loaded))
+    for name in machines:
+        chosen = [(r, s) for r, s in zip(loaded, sources, strict=True) if short_name(r) == name]
+        results = [r for r, _ in chosen]
+        rows = merge(results)
+        pictures = plots.draw(rows, folder, name)
+        page = folder / f"{name}.md"
+        page.write_text(markdown(results, rows, [s for _, s in chosen], pictures))
+        written += [page, *pictures.values()]
+        if readme is not None and name == machines[0] and update_readme(readme, results, rows, page, pictures):
+            written.append(readme)
+    return written
+
+
+def markdown(results: Sequence[Result], rows: Sequence[Row], sources: Sequence[str], pictures: dict[str, Path]) -> str:
+    name = short_name(results[-1])
+    out = [f"# Benchmarks: {name}", ""]
+    out += [f"Made by `cula-bench report` from {', '.join(f'`{s}`' for s in sources)}. Nothing here is typed by hand.", ""]
+    out += _setting(results)
+    out += ["## Summary", "", *_md_table(summary.HEAD, [g.cells() for g in summary.groups(rows)]), ""]
+    out += [
+        "The floor is the time in which this machine copies the bytes that must move. A ratio above 1 means that the fastest "
+        "peer that was right takes longer than cuLA. Only right results count; worst means worst for us.",
+        "",
+    ]
+    out += _losses(rows)
+    for title, path in pictures.items():
+        if path.suffix == ".png":
+            out += [f"![{title}]({path.name})", ""]
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        out += _suite(suite, [row for row in rows if row["suite"] == suite])
+    out += _footnotes(results, rows)
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _setting(results: Sequence[Result]) -> list[str]:
+    head = ("file", "date", "device", "cuLA", "commit", "source", "torch", "CUDA", "Triton", "copy TB/s", "seconds")
+    lines = []
+    for i, r in enumerate(results):
+        v = r["versions"]
+        cells = [str(i + 1), r["date"], r["machine"]["device"], v["cula"], (r["commit"] or "")[:20], r["source"], v["torch"]]
+        cells += [v["cuda"] or "", v["triton"] or "", f"{r['bandwidth'] / 1e12:.2f}", f"{r['seconds']:.0f}"]
+        lines.append(cells)
+    peers: dict[str, dict[str, str]] = {}
+    for r in results:
+        for name, facts in r["peers"].items():
+            if peers.get(name, {}).get("status") != "found":
+                peers[name] = facts
+    found = [(p["title"], p["status"], p.get("version") or p.get("reason", "")) for p in peers.values()]
+    return [*_md_table(head, lines), "", *_md_table(("peer", "", "version, or what to install"), found), ""]
+
+
+def _losses(rows: Sequence[Row]) -> list[str]:
+    """Cases where a peer was faster, and cases where we failed or were wrong, by name."""
+    lost = []
+    for row in rows:
+        best, entry = summary.best_peer(row), summary.ours(row)
+        if entry["status"] in ("failed", "wrong"):
+            lost.append(f"- {row['suite']}, {row['label']}: cuLA {entry['status']} ({entry.get('reason', '')})")
+        elif best is not None and best[1] < 1:
+            lost.append(f"- {row['suite']}, {_op(row)}{row['label']}: {best[0]} takes {summary.times(best[1])} our time")
+    body = lost or ["Nowhere in these results."]
+    return ["## Where we lose", "", *body, ""]
+
+
+def _op(row: Row) -> str:
+    return f"{row['op'].replace('_', ' ')}, " if row["suite"] in ("lightning", "decode", "gva", "api") else ""
+
+
+def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
+    peers = list(dict.fromkeys(name for row in rows for name in row["entries"] if name != "cula"))
+    peers = [p for p in peers if any(row["entries"].get(p, {}).get("status") not in (None, "declined") for row in rows)]
+    is_host = rows[0]["metric"] == "host_ms"
+    is_gpu = any(summary.ours(row).get("graph_ms") for row in rows)
+    has_peak = any(summary.ours(row).get("peak_bytes") for row in rows)
+    head = ["operation", "shape, gate", "backend", "host us" if is_host else "ms"]
+    head += ["cold L2 ms", "host us"] if is_gpu and not is_host else []
+    head += ["dispatch us", "graph replay us"] if is_host else ["floor ms", "over floor"]
+    head += ["error"] + (["peak MiB"] if has_peak else [])
+    for p in peers:
+        head += [f"{p} {'us' if is_host else 'ms'}", f"{p} / cuLA", f"{p} error"] + ([f"{p} peak MiB"] if has_peak else [])
+    lines = []
+    for row in rows:
+        entry = summary.ours(row)
+        mode = row["case"]["mode"] if suite == "dist" else ""
+        backend = row.get("backend") or ""
+        if row.get("backend_bwd") not in (None, backend):
+            backend += f" / {row['backend_bwd']}"
+        cells = [f"{row['op'].replace('_', ' ')} {mode}".strip(), row["label"], backend, _time(entry, row["metric"])]
+        if is_gpu and not is_host:
+            cells += [summary.ms(entry.get("cold_ms")), _us(entry.get("host_ms"))]
+        if is_host:
+            cells += [_us(entry.get("dispatch_ms")), _us(entry.get("graph_host_ms"))]
+        else:
+            cells += [summary.ms(row["floor"]["ms"]), summary.times(entry.get("over_floor"))]
+        cells += [summary.error(summary.largest_error(entry))] + ([_mib(entry)] if has_peak else [])
+        for p in peers:
+            other = row["entries"].get(p, {"status": "declined"})
+            cells += [_time(other, row["metric"]), summary.times(row["ratios"].get(p))]
+            cells += [summary.error(summary.largest_error(other))] + ([_mib(other)] if has_peak else [])
+        lines.append(cells)
+    return [f"## {suite}: {SUITES[suite]}", "", *_md_table(head, lines), ""]
+
+
+def _time(entry: dict[str, Any], metric: str) -> str:
+    """The time; with its verdict where the result was not right, or the verdict alone."""
+    if entry["status"] == "declined":
+        return "-"
+    text = _us(entry.get(metric)) if metric == "host_ms" else summary.ms(entry.get(metric))
+    return text if entry["status"] == "ok" else f"{text} **{entry['status']}**".strip()
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value * 1e3:.1f}"
+
+
+def _mib(entry: dict[str, Any]) -> str:
+    peak = entry.get("peak_bytes")
+    return "" if peak is None else f"{peak / 2**20:.0f}"
+
+
+def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
+    out: list[str] = []
+    if found := summary.problems(rows):
+        out += ["## Failed or wrong", "", *(f"- {text}" for text in found), ""]
+    notes: set[str] = set()
+    for row in rows:
+        for name, entry in row["entries"].items():
+            if entry.get("note"):
+                notes.add(f"{name}, {row['op'].replace('_', ' ')}: {entry['note']}")
+            if entry.get("graph_note"):
+                why = f"not captured in a graph, timed by events ({entry['graph_note']})"
+                notes.add(f"{name}, {row['suite']} {row['label']}: {why}")
+    if notes:
+        out += ["## Notes", "", *(f"- {text}" for text in sorted(notes)), ""]
+    done = {row["id"] for row in rows}
+    left = [i for i in dict.fromkeys(i for r in results for i in r["left_out"]) if i not in done]
+    if left:
+        out += ["## Left out for lack of time", "", *(f"- `{i}`" for i in left), ""]
+    out += [
+        "## How it was measured",
+        "",
+        "`ms` is GPU time a call: the median of CUDA graph replays, or of events where a call cannot be captured; on a CPU the "
+        "clock. `cold L2` writes twice the L2 before each call. `host us` is the time until the call returns. Peers ran in the "
+        "same process on the same inputs. `error` is the largest relative error of any output against float64; the slice that "
+        "was checked stands in each row of the result files. Peak memory is above the inputs.",
+        "",
+    ]
+    return out
+
+
+def update_readme(readme: Path, results: Sequence[Result], rows: Sequence[Row], page: Path, pictures: dict[str, Path]) -> bool:
+    """Fill the generated block; False where the README has none."""
+    text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        return False
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    root = readme.parent.resolve()
+
+    def link(path: Path) -> str:
+        return path.resolve().relative_to(root).as_posix()
+
+    name = short_name(results[-1])
+    keep = (0, 2, 3, 4, 5, 6)
+    body = _md_table([summary.HEAD[i] for i in keep], [[g.cells()[i] for i in keep] for g in summary.groups(rows)])
+    block = [
+        BEGIN,
+        f"On {results[-1]['machine']['device']}, generated from result files; [all tables]({link(page)}).",
+        "",
+        *body,
+        "",
+    ]
+    if (picture := next((p for title, p in pictures.items() if p.suffix == ".png"), None)) is not None:
+        block += [f"![{name}]({link(picture)})", ""]
+    readme.write_text(before + "\n".join([*block, END]) + after)
+    return True
+
+
+def _md_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    def row(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [row(head), "|" + "---|" * len(head), *(row(line) for line in lines)]
+
+
+def screen(result: Result) -> str:
+    """What a run shows at its end."""
+    parts = [table(summary.HEAD, [g.cells() for g in summary.groups(result["rows"])])] if result["rows"] else []
+    parts += [f"{p['title']}: {p['reason']}" for p in result["peers"].values() if p["status"] == "absent"]
+    parts += summary.problems(result["rows"])
+    if result["left_out"]:
+        parts.append(f"{len(result['left_out'])} cases left out for lack of time")
+    return "\n".join(parts)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in words and numbers: ratios, geomeans, worst cases, losses. Everything here is computed from a result's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds to three digits."""
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x" if value < 100 else f"{value:.0f}x"
+
+
+def error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def best_peer(row: Row) -> tuple[str, float] | None:
+    """The fastest peer that was right, and its time over ours."""
+    return min(row["ratios"].items(), key=lambda item: item[1]) if row["ratios"] else None
+
+
+def ours(row: Row) -> dict[str, Any]:
+    return row["entries"].get("cula", {"status": "failed", "reason": "no entry"})
+
+
+def largest_error(entry: dict[str, Any], names: Sequence[str] | None = None) -> float | None:
+    """The largest error of an entry's outputs, or of the named ones; NaN counts as the largest."""
+    found = [e for name, e in entry.get("error", {}).items() if names is None or name in names]
+    return max(found, key=lambda e: (math.isnan(e), e)) if found else None
+
+
+def line(row: Row) -> str:
+    """One row as a line of text."""
+    entry = ours(row)
+    if "time_ms" not in entry:
+        return f"{row['label']}: {entry['status']} ({entry.get('reason', '')})"
+    parts = [f"{row['label']}: {ms(entry[row['metric']])} ms", row.get("backend") or ""]
+    if "over_floor" in entry:
+        parts.append(f"{times(entry['over_floor'])} floor")
+    for name, other in row["entries"].items():
+        if name == "cula" or other["status"] == "declined":
+            continue
+        ratio = row["ratios"].get(name)
+        parts.append(f"{name} {times(ratio)}" if ratio is not None else f"{name} {other['status']}")
+    parts.append(f"error {error(largest_error(entry))}")
+    if entry["status"] != "ok":
+        parts.append(f"{entry['status'].upper()}: {entry.get('reason', '')}")
+    return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that may be averaged: one suite, operation and gate."""
+
+    suite: str
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ranked(self) -> list[Row]:
+        return [r for r in self.rows if ours(r)["status"] == "ok"]
+
+    @property
+    def over_floor(self) -> list[tuple[float, str]]:
+        return [(ours(r)["over_floor"], r["label"]) for r in self.ranked if "over_floor" in ours(r)]
+
+    @property
+    def against_best(self) -> list[tuple[float, str]]:
+        pairs = [(best_peer(r), r["label"]) for r in self.ranked]
+        return [(best[1], label) for best, label in pairs if best is not None]
+
+    @property
+    def losses(self) -> int:
+        return sum(ratio < 1 for ratio, _ in self.against_best)
+
+    def cells(self) -> list[str]:
+        """The line of a summary table, under `HEAD`."""
+        floors, ratios = self.over_floor, self.against_best
+        slowest, weakest = max(floors, default=None), min(ratios, default=None)
+        return [
+            self.name,
+            f"{len(self.ranked)}/{len(self.rows)}",
+            times(geomean(v for v, _ in floors)),
+            f"{times(slowest[0])} ({slowest[1]})" if slowest else "",
+            times(geomean(v for v, _ in ratios)),
+            f"{times(weakest[0])} ({weakest[1]})" if weakest else "",
+            str(self.losses) if ratios else "",
+        ]
+
+
+HEAD = (
+    "suite",
+    "right",
+    "time over floor, geomean",
+    "worst",
+    "best peer / cuLA, geomean",
+    "worst",
+    "slower than a peer",
+)
+
+
+def groups(rows: Sequence[Row]) -> list[Group]:
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        case = row["case"]
+        words = [row["suite"]]
+        if row["suite"] in ("lightning", "decode", "gva", "api"):
+            words.append(" ".join(word for word in row["op"].split("_") if word != row["suite"]))
+        if "scalar" in case["flags"]:
+            words.append("one gate a head")
+        elif row["op"].startswith("kda") and row["suite"] != "api":
+            words.append(f"{case['gate']} gate")
+        if row["suite"] == "dist":
+            words.append(case["mode"])
+        found.setdefault((row["suite"], ", ".join(words)), []).append(row)
+    return [Group(suite, name, tuple(members)) for (suite, name), members in found.items()]
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """Every entry, ours or a peer's, that raised or was wrong: one sentence each."""
+    said = []
+    for row in rows:
+        for name, entry in row["entries"].items():
+            if entry["status"] in ("failed", "wrong"):
+                said.append(f"{name} {entry['status']} on {row['suite']} {row['label']}: {entry.get('reason', '')}")
+    return said

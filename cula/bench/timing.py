@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a call takes: on the GPU by graph replay and with a cold L2, on the host by the clock. Medians throughout."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+WARM_UP = 3
+SECONDS_A_MEASURE = 0.2
+MIN_REPEATS, MAX_REPEATS = 5, 60
+SHORT_MS = 0.2  # calls shorter than this are captured several times in one graph
+MAX_COPIES = 20
+HOST_REPEATS = 25
+
+
+@dataclass
+class Timing:
+    """Milliseconds. `time_ms` is what ratios use: graph replay where it works, else events; on a CPU the clock."""
+
+    time_ms: float
+    method: str  # "graph", "cold events", "clock"
+    graph_ms: float | None = None
+    cold_ms: float | None = None
+    host_ms: float | None = None  # until the call returns, the device idle before it
+    graph_host_ms: float | None = None  # until the replay of a captured graph returns
+    graph_note: str | None = None  # why it could not be captured
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(run: Callable[[], Any], device: torch.device) -> Timing:
+    return _on_gpu(run, device) if device.type == "cuda" else _on_cpu(run)
+
+
+def _on_cpu(run: Callable[[], Any]) -> Timing:
+    run()
+    ms = _clock(run, lambda: None)
+    return Timing(ms, "clock", host_ms=ms)
+
+
+def _on_gpu(run: Callable[[], Any], device: torch.device) -> Timing:
+    for _ in range(WARM_UP):
+        run()
+    torch.cuda.synchronize(device)
+    host_ms = _clock(run, lambda: torch.cuda.synchronize(device), HOST_REPEATS)
+    graph, note = _capture(run, 1)
+    launch = run if graph is None else graph.replay
+    cold_ms = _cold(launch, device)
+    if graph is None:
+        return Timing(cold_ms, "cold events", cold_ms=cold_ms, host_ms=host_ms, graph_note=note)
+    graph_host_ms = _clock(graph.replay, lambda: torch.cuda.synchronize(device), HOST_REPEATS)
+    graph_ms = _replay(graph, device)
+    copies = min(MAX_COPIES, math.ceil(SHORT_MS / graph_ms))
+    if copies > 1:
+        several, _ = _capture(run, copies)
+        graph_ms = graph_ms if several is None else _replay(several, device) / copies
+    return Timing(graph_ms, "graph", graph_ms, cold_ms, host_ms, graph_host_ms)
+
+
+def _capture(run: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGraph | None, str | None]:
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                run()
+    except Exception as error:  # whatever a library does under capture is a fact about it, recorded in the row
+        torch.cuda.synchronize()
+        return None, f"{type(error).__name__}: {first_line(error)}"
+    return graph, None
+
+
+def _replay(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+    for _ in range(WARM_UP):
+        graph.replay()
+    return _events(graph.replay, lambda: None, device)
+
+
+def _cold(launch: Callable[[], Any], device: torch.device) -> float:
+    """With a write of twice the L2 before each launch; it also hides the host's part of the launch."""
+    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+    return _events(launch, flush.zero_, device)
+
+
+def _events(launch: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> float:
+    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
+        start.record()
+        launch()
+        end.record()
+        return start, end
+
+    start, end = once()
+    torch.cuda.synchronize(device)
+    repeats = _repeats(start.elapsed_time(end) / 1e3)
+    pairs = [once() for _ in range(repeats)]
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+def _clock(run: Callable[[], Any], settle: Callable[[], None], repeats: int | None = None) -> float:
+    def once() -> float:
+        settle()
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    first = once()
+    times = [once() for _ in range(repeats or _repeats(first))]
+    settle()
+    return statistics.median(times) * 1e3
+
+
+def _repeats(seconds: float) -> int:
+    return max(MIN_REPEATS, min(MAX_REPEATS, int(SECONDS_A_MEASURE / max(seconds, 1e-6))))
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Memory a call takes at its highest, above what was there before (its inputs); None where torch does not count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept
+    return peak
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["(no message)"])[0][:300]
+
+
+def wall(run: Callable[[], Any], device: torch.device) -> Timing:
+    """From the call until the device is idle again: for work that no single graph or event pair spans."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def whole() -> None:
+        run()
+        settle()
+
+    whole()
+    return Timing(_clock(whole, settle), "clock")
+
+
+def measure_host(run: Callable[[], Any]) -> float:
+    """Milliseconds of host work alone."""
+    run()
+    return _clock(run, lambda: None, 200)
