@@ -9,6 +9,7 @@ differentiable, so their autograd gradients are the reference for gradients.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,64 @@ def lightning(
             outputs.append(scale * (S * q_t[:, None, :]).sum(-1))
         states.append(S)
     return _stack(outputs, B, T, HV, V, q), torch.stack(states)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    mode: str = "kda",
+    state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    null_index: str = "negative",
+    commit: bool = True,
+    decay: Tensor | None = None,
+    scale: float | None = None,
+    **kda_arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(o [N, T, HV, V], the pool afterwards, the intermediate states afterwards), float64; nothing is changed in place.
+
+    A row at a time, a token at a time: `kda` or `lightning` on one token from the row's state.
+    """
+    N, T, HV, V = v.shape
+    pool = state.double().clone()
+    kept = None if intermediate_states is None else intermediate_states.double().clone()
+    o = torch.zeros(N, T, HV, V, dtype=torch.float64, device=q.device)
+    per_token: dict[str, Tensor] = {name: x for name, x in kda_arguments.items() if name in ("g", "beta")}
+    constant = {name: x for name, x in kda_arguments.items() if name not in per_token}
+
+    def is_null(slot: int) -> bool:
+        return slot <= 0 if null_index == "nonpositive" else slot < 0
+
+    for n in range(N):
+        accepted = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n])
+        slots = [n] * T if state_indices is None else state_indices[n].expand(T).tolist()
+        slot_per_token = state_indices is not None and state_indices.dim() == 2
+        start = slots[max(accepted - 1, 0)] if slot_per_token else slots[0]
+        if state_indices is not None and is_null(start):
+            continue
+        S = pool[start]
+        if accepted > 0 and kept is not None:
+            S = kept[n, accepted - 1].clone()
+        for t in range(T):
+            q_t, k_t, v_t = (x[n : n + 1, t : t + 1] for x in (q, k, v))
+            if mode == "kda":
+                here = {name: x[n : n + 1, t : t + 1] for name, x in per_token.items()}
+                o_t, S_t = kda(q_t, k_t, v_t, **here, scale=scale, initial_state=S[None], **constant)
+            else:
+                assert decay is not None
+                o_t, S_t = lightning(q_t, k_t, v_t, decay, scale=scale, initial_state=S[None])
+            o[n, t], S = o_t[0, 0], S_t[0]
+            if kept is not None:
+                kept[n, t] = S
+            if commit and slot_per_token and not is_null(slots[t]):
+                pool[slots[t]] = S
+        if commit and not slot_per_token:
+            pool[start] = S
+    return o, pool, kept
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -137,3 +137,52 @@ def test_prefill_of_any_prefix_then_decode_is_prefill_of_all(call, data):
     o, _ = cula.cula_decode(**after, **call.switches(), state=state)
     assert relative_error(o, want_o[:, cut:]) < 2 * TOLERANCE[torch.float32]
     assert relative_error(state, want_state) < 2 * TOLERANCE[torch.float32]
+
+
+@st.composite
+def decode_calls(draw):
+    """Keyword arguments of a decode call on a small pool, with every way to name slots."""
+    T, N, H, G = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    K, V = draw(dims), draw(dims)
+    P = N * T + 2
+    mode = draw(st.sampled_from(["kda", "lightning"]))
+    call = KdaCall(
+        T=T,
+        B=N,
+        H=H,
+        HV=H * G,
+        K=K,
+        V=V,
+        gate=draw(st.sampled_from(["log", "softplus", "bounded"])),
+        seed=draw(st.integers(0, 99)),
+    )
+    tensors = call.tensors()
+    arguments = {n: tensors[n] for n in ("q", "k", "v")} | {"mode": mode, "commit": draw(st.booleans())}
+    if mode == "kda":
+        arguments |= {n: tensors[n] for n in ("g", "beta", "A_log", "dt_bias")} | call.switches()
+    else:
+        arguments["decay"] = torch.rand(H * G)
+    gen = torch.Generator().manual_seed(call.seed)
+    slots = torch.randperm(P, generator=gen)
+    arguments["null_index"] = draw(st.sampled_from(["negative", "nonpositive"]))
+    per_token = draw(st.booleans())
+    indices = slots[: N * T].view(N, T) if per_token else slots[:N]
+    padding = torch.tensor(draw(st.lists(st.booleans(), min_size=N, max_size=N)))
+    arguments["state_indices"] = torch.where(padding[:, None] if per_token else padding, -1, indices)
+    if draw(st.booleans()):
+        arguments["intermediate_states"] = torch.randn(N, T, H * G, V, K, generator=gen)
+    if per_token or "intermediate_states" in arguments:
+        arguments["num_accepted_tokens"] = draw(st.none() | st.just(torch.randint(0, T + 1, (N,), generator=gen)))
+    arguments["state"] = torch.randn(P, H * G, V, K, generator=gen)
+    return arguments
+
+
+@settings(max_examples=60)
+@given(arguments=decode_calls())
+def test_decode_is_its_definition(arguments):
+    want_o, want_pool, want_kept = reference.decode(**arguments)
+    o, pool = cula.cula_decode(**arguments)
+    assert relative_error(o, want_o) < 1e-5
+    assert relative_error(pool, want_pool) < 1e-5
+    if want_kept is not None:
+        assert relative_error(arguments["intermediate_states"], want_kept) < 1e-5
