@@ -148,7 +148,7 @@ def decode(
         for t in range(T):
             q_t, k_t, v_t = (x[n : n + 1, t : t + 1] for x in (q, k, v))
             if mode == "kda":
-                here = {name: x[n : n + 1, t : t + 1] for name, x in per_token.items()}
+                here: dict[str, Any] = {name: x[n : n + 1, t : t + 1] for name, x in per_token.items()}
                 o_t, S_t = kda(q_t, k_t, v_t, **here, scale=scale, initial_state=S[None], **constant)
             else:
                 assert decay is not None

@@ -30,6 +30,27 @@ def test_a_cpu_gets_torch():
         assert reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"device": "cuda", "sm": (9, 0)}, "triton"),
+        ({"device": "cuda", "sm": (8, 0)}, "triton"),
+        ({"device": "cuda", "sm": (12, 0)}, "triton"),
+        ({"device": "cuda", "sm": (7, 5)}, "torch"),
+        ({"device": "cuda", "sm": (9, 0), "K": 48}, "torch"),
+        ({"device": "cuda", "sm": (10, 0), "K": 256, "dtype": torch.float32}, "torch"),
+        ({"device": "cpu", "sm": None}, "torch"),
+    ],
+)
+def test_what_is_chosen_for_which_hardware(changes, expected):
+    """Decided from the description of a call, so a machine without the hardware can tell."""
+    pytest.importorskip("triton")
+    for op in ("kda_fwd", "kda_bwd"):
+        choice = choose(op, problem(**changes))
+        assert choice.name == expected
+        assert (expected == "torch") == any(name == "triton" for name, _ in choice.passed_over)
+
+
 def test_the_last_backend_serves_everything():
     """torch is the floor of the table: whatever the others decline is served."""
     assert BACKENDS[-1].name == "torch"
@@ -38,9 +59,6 @@ def test_the_last_backend_serves_everything():
 
 
 def test_the_first_without_objection_is_taken(monkeypatch):
-    class Missing:
-        pass
-
     table = (
         Backend(
             "absent", "nowhere", "needs a package", lambda op, p: None, requires=("no_such_package",), install="pip install it"

@@ -32,9 +32,7 @@ class Tile:
 @dataclass(frozen=True)
 class KdaConfig:
     gate: Tile
-    local: Tile
-    pairs: Tile
-    inverse: Tile
+    prepare: Tile
     state: Tile
     state_bwd: Tile
     scan: Tile
@@ -48,7 +46,7 @@ class KdaConfig:
 def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -> KdaConfig:
     """Times in the comments are of the kernel alone: us, H200, bf16, K = V = 128, B = 1, T = 8192, H = 32.
 
-    Percentages of state, state_bwd and intra were measured on an earlier body of those kernels.
+    Percentages of state_bwd and intra were measured on an earlier body of those kernels.
     """
     wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
     BV = min(64, V, K)
@@ -60,14 +58,13 @@ def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -
         BV, BV_bwd = (BV, min(32, V)) if big_smem else (min(32, V), min(16, V))
     if wide:
         BV = BV_bwd = min(16 if K > 128 else 32, V)
+    prepare = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # 574; BK 32: 618; eight warps: 741
+    if wide:  # three products for one: small tiles against spills, but one pass over K where products live in tensor memory
+        prepare = Tile(K, 0, num_warps=8, num_stages=1) if sm and sm[0] == 10 else Tile(16, 0, num_warps=4, num_stages=1)
     return KdaConfig(
         gate=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1),  # 77; BK 64: 92; two warps: 100
-        local=Tile(BK=min(32, K), BV=0, num_warps=2, num_stages=1),  # 201; one warp: 208, capped at 128 registers: 236
-        pairs=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1, max_regs=128),  # 215; no cap: 244; 96: 271; BK 64: 225
-        inverse=Tile(BK=0, BV=0, num_warps=4, num_stages=1),
-        state=Tile(
-            BK=K, BV=BV, num_warps=8 if K > 64 or wide else 4, num_stages=stages
-        ),  # four warps: 7% more; three stages: 18% more
+        prepare=prepare,
+        state=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # 458; 8 warps: 567; 3 stages: 662
         state_bwd=Tile(
             BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages
         ),  # eight warps: 13% more; one stage: 30%

@@ -162,7 +162,7 @@ def decode_kernel(
             o_kept = o_v[:, None] * kept_strides[3] + o_k[None, :] * kept_strides[4]
         kept += i_n * kept_strides[0] + i_h.to(tl.int64) * kept_strides[2]
         if num_accepted > 0:
-            b_s = _load_tile(kept + (num_accepted - 1).to(tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE)
+            b_s = _load_tile(kept + tl.cast(num_accepted - 1, tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE)
         else:
             b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE)
 

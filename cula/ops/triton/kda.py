@@ -3,15 +3,16 @@
 
 | module        | kernels                           | reads                        | writes                                  |
 |---------------|-----------------------------------|------------------------------|-----------------------------------------|
-| `kda_prepare` | gate, local, pairs, inverse       | q, k, g, beta                | kb, kr, qg, T, Aqk, ... (`Prepared`)    |
+| `kda_prepare` | prepare: chunk, head              | q, k, g, beta                | kb, kr, qg, T, Aqk, ... (`Prepared`)    |
+|               | gate: sub-block, head             | g                            | running sums of decays, for the backward |
 | `kda_state`   | state_fwd: chain, head, BV rows   | Prepared, v, first state     | o, last state; or h and u; or (M, B)    |
 |               | scan: sequence, head, BV rows     | (M, B) of each segment       | first state of each segment             |
 |               | state_bwd: chain, head, BV rows   | Prepared, dO, last dS        | dh, dx, dv, d initial_state             |
 | `kda_grads`   | scores, state, intra, finish      | inputs, dO, h, dh, u, dx     | all other gradients                     |
 
-A forward is prepare + state_fwd. A chain is a
-sequence, or a segment of one where too few sequences and heads would leave the GPU idle (`configs.kda_segment_chunks`).
-The backward runs both again (or takes what `disable_recompute` kept), then the chains in reverse, then the chunks.
+A forward is prepare + state_fwd. A chain is a sequence, or a segment of one where too few sequences and heads would leave the
+GPU idle (`configs.kda_segment_chunks`). The backward runs both again (or takes what `disable_recompute` kept), then the chains in
+reverse, then the chunks.
 
 The host reads no device memory: packed input is launched on an upper bound of its chunks, T // 64 + N, and surplus programs
 find in a table made on the device that they have nothing to do. There are no atomics: every sum has a fixed order.
@@ -28,7 +29,7 @@ from torch import Tensor
 from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward, KdaGrads
 
-from .kda_common import CHUNK, NUM_PAIRS, NUM_SUBS
+from .kda_common import CHUNK, NUM_SUBS
 from .kda_grads import (
     NUM_SUMS,
     kda_grads_finish_kernel,
@@ -36,13 +37,13 @@ from .kda_grads import (
     kda_grads_scores_kernel,
     kda_grads_state_kernel,
 )
-from .kda_plan import Plan, beta_max, is_safe, plan_kda, score_precision, state_precision
-from .kda_prepare import kda_gate_kernel, kda_inverse_kernel, kda_local_kernel, kda_pairs_kernel
+from .kda_plan import Plan, beta_max, decay_precision, is_safe, plan_kda, score_precision, state_precision
+from .kda_prepare import kda_gate_kernel, kda_prepare_kernel
 from .kda_state import kda_scan_kernel, kda_state_bwd_kernel, kda_state_fwd_kernel
 
 
 class Prepared(NamedTuple):
-    """What `kda_prepare_kernel` writes."""
+    """What `kda_prepare_kernel` writes and, for the backward, `kda_gate_kernel`."""
 
     kb: Tensor  # [HV, B * T, K]
     kr: Tensor  # [HV, B * T, K]
@@ -53,14 +54,14 @@ class Prepared(NamedTuple):
     decay: Tensor  # [chunks, HV, K] float32
     rq: Tensor  # [HV, B * T] float32: inverse norms
     rk: Tensor  # [HV, B * T] float32
-    c_sum: Tensor  # [HV, B * T, K] float32: running sums of the log2 decay in sub-blocks
-    totals: Tensor  # [chunks, HV, 4, K] float32: sums of sub-blocks
+    c_sum: Tensor | None  # for the backward, [HV, B * T, K] float32: running sums of the log2 decay in sub-blocks
+    totals: Tensor | None  # for the backward, [chunks, HV, 4, K] float32: sums of sub-blocks
 
     def chain(self) -> tuple[Tensor, ...]:
         """What the chains read."""
         return self[:7]
 
-    def rest(self) -> tuple[Tensor, ...]:
+    def rest(self) -> tuple[Tensor | None, ...]:
         """What the backward inside chunks reads."""
         return self[5:]
 
@@ -75,7 +76,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     h = u = None
     if options.return_intermediate_states:
         num_chunks = plan.num_chunks
-        if p.is_packed:  # the exact number of chunks is the shape of a result
+        if x.cu_seqlens is not None:  # the exact number of chunks is the shape of a result
             lengths = x.cu_seqlens.diff().cpu()
             num_chunks = int(((lengths + CHUNK - 1) // CHUNK).sum())
         h = _states(p, num_chunks, x.q.device)
@@ -85,7 +86,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     if p.B * p.T == 0:
         _copy_initial_state(ht, x.initial_state)
         return KdaForward(o, ht, _batched(h, p))
-    tiles = _prepare(p, plan, x)
+    tiles = _prepare(p, plan, x, for_backward=keep)
     maps = _run_chains(p, plan, x, tiles, o=o, ht=ht, h=h, u=u)
     saved = ()
     if keep:
@@ -101,7 +102,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
     dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
     if p.B * p.T == 0:
         _copy_initial_state(dh0, dht)
-        return KdaGrads(*(None if t is None else torch.zeros_like(t) for t in x[:7]), dh0)
+        return KdaGrads._make([*(None if t is None else torch.zeros_like(t) for t in x[:7]), dh0])
 
     plan = plan_kda(p, device, x.cu_seqlens)
     maps = None
@@ -110,7 +111,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
         tiles, h, u = Prepared(*saved[:count]), saved[count], saved[count + 1]
         maps = saved[count + 2] if len(saved) > count + 2 else None
     else:
-        tiles = _prepare(p, plan, x)
+        tiles = _prepare(p, plan, x, for_backward=True)
         h = _states(p, plan.num_chunks, device, p.dtype)
         u = torch.empty((p.HV, p.B * p.T, p.V), dtype=p.dtype, device=device)
         maps = _run_chains(p, plan, x, tiles, h=h, u=u)
@@ -120,7 +121,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
     _run_chains_bwd(p, plan, x, tiles, maps, do, dht, dh, dx, dv, dh0)
     rest = tiles.rest()
     del tiles, maps, saved
-    return KdaGrads(*_grads(p, plan, x, rest, do, h, dh, u, dx), d_initial_state=dh0)._replace(dv=dv)
+    return KdaGrads._make([*_grads(p, plan, x, rest, do, h, dh, u, dx), dh0])._replace(dv=dv)
 
 
 def kda_map(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
@@ -163,95 +164,61 @@ def _copy_initial_state(out: Tensor | None, first: Tensor | None) -> None:
 # Launches
 
 
-def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs) -> Prepared:
+def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs, for_backward: bool = False) -> Prepared:
     rows, device = (p.HV, p.B * p.T), x.q.device
     kb, kr, qg = (torch.empty((*rows, p.K), dtype=p.dtype, device=device) for _ in range(3))
     t_inv, a_qk = (torch.empty((*rows, CHUNK), dtype=p.dtype, device=device) for _ in range(2))
     beta = torch.empty(rows, dtype=torch.float32, device=device)
     decay = torch.empty((plan.num_chunks, p.HV, p.K), dtype=torch.float32, device=device)
-    c_sum, totals = _gate(p, plan, x)
-    a_kk = torch.empty((*rows, CHUNK), dtype=torch.float32, device=device)
     rq, rk = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    table = (x.cu_seqlens, plan.chunk_seq, plan.chunk_base)
-    sizes = (p.T, p.B * p.T, plan.NT)
     SDT, IP = score_precision(p)
-    tile = plan.config.local
-    kda_local_kernel[(plan.num_chunks * p.HV * NUM_SUBS,)](
+    tile = plan.config.prepare
+    kda_prepare_kernel[(plan.num_chunks * p.HV,)](
         x.q,
         x.k,
+        x.g,
         x.beta,
-        c_sum,
-        totals,
+        x.A_log,
+        x.dt_bias,
         kb,
         kr,
         qg,
-        a_kk,
+        t_inv,
         a_qk,
         beta,
         rq,
         rk,
         decay,
-        *table,
+        x.cu_seqlens,
+        plan.chunk_seq,
+        plan.chunk_base,
         *x.q.stride()[:3],
         *x.k.stride()[:3],
+        *x.g.stride()[:3],
         *x.beta.stride(),
-        *sizes,
+        p.T,
+        p.B * p.T,
+        plan.NT,
+        p.options.lower_bound or 0.0,
         H=p.H,
         HV=p.HV,
         K=p.K,
         C=CHUNK,
         BK=tile.BK,
+        GATE=p.gate,
+        SCALAR=p.has_scalar_gate,
         NORM=p.options.use_qk_l2norm_in_kernel,
         SIGMOID=p.options.use_beta_sigmoid_in_kernel,
         BETA_MAX=beta_max(p),
         IS_PACKED=p.is_packed,
         SAFE=is_safe(p),
+        GDT=decay_precision(p),
         SDT=SDT,
         IP=IP,
         **tile.launch(),
     )
-    tile = plan.config.pairs
-    kda_pairs_kernel[(plan.num_chunks * p.HV * NUM_PAIRS,)](
-        x.q,
-        x.k,
-        beta,
-        rq,
-        rk,
-        c_sum,
-        totals,
-        a_kk,
-        a_qk,
-        *table,
-        *x.q.stride()[:3],
-        *x.k.stride()[:3],
-        *sizes,
-        H=p.H,
-        HV=p.HV,
-        K=p.K,
-        C=CHUNK,
-        BK=tile.BK,
-        IS_PACKED=p.is_packed,
-        SDT=SDT,
-        IP=IP,
-        **tile.launch(),
-    )
-    kda_inverse_kernel[(plan.num_chunks * p.HV,)](
-        a_kk,
-        t_inv,
-        x.cu_seqlens,
-        plan.chunk_seq,
-        plan.chunk_base,
-        p.T,
-        p.B * p.T,
-        plan.NT,
-        HV=p.HV,
-        C=CHUNK,
-        IS_PACKED=p.is_packed,
-        DT=SDT,
-        IP=IP,
-        **plan.config.inverse.launch(),
-    )
-    return Prepared(kb, kr, qg, t_inv, a_qk, beta, decay, rq, rk, c_sum, totals)
+    sums = _gate(p, plan, x) if for_backward else (None, None)
+    return Prepared(kb, kr, qg, t_inv, a_qk, beta, decay, rq, rk, *sums)
 
 
 def _gate(p: KdaProblem, plan: Plan, x: KdaInputs) -> tuple[Tensor, Tensor]:
@@ -376,6 +343,7 @@ def _run_chains_bwd(
         return
     offsets = _states(p, plan.num_chains, do.device)
     launch(None, None, None, offsets)
+    assert maps is not None
     seeds = _launch_scan(p, plan, maps, first=dht, last=dh0, offsets=offsets)
     launch(seeds, dh, dx, None)
 
@@ -384,7 +352,7 @@ def _grads(
     p: KdaProblem,
     plan: Plan,
     x: KdaInputs,
-    rest: tuple[Tensor, ...],
+    rest: tuple[Tensor | None, ...],
     do: Tensor,
     h: Tensor,
     dh: Tensor,

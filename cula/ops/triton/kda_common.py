@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device functions that the KDA kernels share: where a chunk lies, the gate, decays inside a sub-block, the triangular inverse.
 
-Sub-blocks and anchors. A chunk is four sub-blocks of 16 rows. Inside one, c is the running sum of the log decay g (the row itself
-included) and t its total. A score needs `exp(G_t - G_i)` for i <= t, G the running sum over the chunk:
-- t and i in different sub-blocks: exp(c_t) exp(t - c_i) exp(totals of the sub-blocks between): three factors <= 1, so the
-  scores of a pair of sub-blocks are one matrix product, whatever the gate;
-- in the same sub-block, where the gate is known to be bounded (SAFE: about -5 a token, good to -10):
-  exp(c_t - t/2) exp(t/2 - c_i), one matrix product with exponents of either sign within 8 |g|;
-- otherwise by levels S = 8, 4, 2, 1: t in the second and i in the first half of an aligned block of 2S rows, with the last
-  row a of the first half as anchor: exp(-|c_t - c_a|) exp(-|c_i - c_a|). Exact for any gate, on tensor cores, down to
-  neighbouring tokens;
-- the pair t = i has no decay.
+Levels. A score needs `exp(G_t - G_i)` for i < t, G the running sum of the log decay. Exactly one S of 32, 16, 8, 4, 2, 1 has
+t in the second and i in the first half of the same aligned block of 2S rows. The factor splits at the middle of that block
+into two that are at most 1, so the scores of a level are one masked matrix product, whatever the gate. Where the gate is known
+to be bounded (SAFE: about -5 a token, good to -10) the last four levels are one product in blocks of 16 rows, split at half the
+block's sum, with exponents of either sign within 8 |g|. The pair t = i has no decay.
+
+The backward takes running sums c inside sub-blocks of 16 rows and their totals t from memory instead: pairs of different
+sub-blocks have the factors exp(c_t), exp(t - c_i) and exp(totals of those between), all at most 1.
 All decays are in log2 units (suffix 2), so that each costs a single ex2.
 """
 
@@ -19,7 +17,6 @@ import triton.language as tl
 
 CHUNK = 64
 NUM_SUBS = 4  # sub-blocks of 16 rows
-NUM_PAIRS = 6  # of different sub-blocks
 LOG2_E = tl.constexpr(1.4426950408889634)
 # 2^-160 is zero in float32: a stronger decay forgets no more, but would swamp the running sum (-inf included).
 MIN_LOG2 = tl.constexpr(-160.0)
@@ -211,13 +208,6 @@ def inverse_norm(x, s_xt, o_c, m_c, C: tl.constexpr, K: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def pair_of_blocks(i_p):
-    """Row and column sub-block of pair 0..5: (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)."""
-    i_r = 1 + tl.where(i_p >= 1, 1, 0) + tl.where(i_p >= 3, 1, 0)
-    return i_r, i_p - i_r * (i_r - 1) // 2
-
-
-@triton.jit
 def sum_between(totals, i_s, i_r, o_k, K: tl.constexpr, BK: tl.constexpr):
     """Decay of the sub-blocks between i_s and i_r, both left out, [BK]."""
     b_sum = tl.zeros([BK], tl.float32)
@@ -269,22 +259,15 @@ def merge_dot(b_x, b_y, DT: tl.constexpr, IP: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(b_A, C: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
-    """(I + A)^-1 of a strictly lower A [C, C], float32. DT is the operand type of the merges: float32 or float16 (not bfloat16).
+    """(I + A)^-1 of a strictly lower A [C, C], float32. Operands of its products are DT: float32 or float16 (not bfloat16).
 
-    The 16x16 diagonal blocks by substitution (exact: powers of A, as in a Neumann series, blow up for correlated keys);
-    then blocks of 2S from blocks of S, X <- X - X A_S X with A_S the lower left corners: two matrix products a level.
+    The 4x4 diagonal blocks D by (I - D)(I + D^2), which is exact since D^4 = 0 (on larger blocks the powers blow up for
+    correlated keys); then blocks of 2S from blocks of S, X <- X - X A_S X with A_S the lower left corners: two products a level.
     """
-    NB: tl.constexpr = C // 16
-    o_b = tl.arange(0, NB)
-    o_r = tl.arange(0, 16)
-    m_diag = o_b[:, None, None, None] == o_b[None, None, :, None]
-    b_D = tl.sum(tl.where(m_diag, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0), axis=2)  # [NB, 16, 16]
-    b_X = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros([NB, 16, 16], tl.float32)
-    for j in range(15):
-        b_col = tl.sum(tl.where(o_r[None, None, :] == j, b_D, 0.0), axis=2)  # column j of A
-        b_row = tl.sum(tl.where(o_r[None, :, None] == j, b_X, 0.0), axis=1)  # row j of X: final
-        b_X -= b_col[:, :, None] * b_row[:, None, :]
-    b_X64 = tl.reshape(tl.where(m_diag, b_X[:, :, None, :], 0.0), [C, C])
-    b_X64 -= merge_dot(merge_dot(b_X64, tl.where(level_mask(16, C), b_A, 0.0), DT, IP), b_X64, DT, IP)
-    b_X64 -= merge_dot(merge_dot(b_X64, tl.where(level_mask(32, C), b_A, 0.0), DT, IP), b_X64, DT, IP)
-    return b_X64
+    o_c = tl.arange(0, C)
+    b_D = tl.where(o_c[:, None] // 4 == o_c[None, :] // 4, b_A, 0.0)
+    b_X = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0) - b_D
+    b_X += merge_dot(b_X, merge_dot(b_D, b_D, DT, IP), DT, IP)
+    for i_s in tl.static_range(2, 6):
+        b_X -= merge_dot(merge_dot(b_X, tl.where(level_mask(1 << i_s, C), b_A, 0.0), DT, IP), b_X, DT, IP)
+    return b_X

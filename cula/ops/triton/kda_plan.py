@@ -38,6 +38,7 @@ def plan_kda(p: KdaProblem, device: torch.device, cu_seqlens: Tensor | None) -> 
     if not p.is_packed:
         NS = triton.cdiv(NT, seg) if seg else 1
         return Plan(config, NT, p.B * NT, None, None, seg, NS, p.B * NS, None, None)
+    assert cu_seqlens is not None
     num_chunks = p.T // CHUNK + p.N
     chunk_seq, chunk_base = _span_table(cu_seqlens, p.N, CHUNK, num_chunks)
     num_chains, seg_seq, seg_base = p.N, None, None
@@ -61,6 +62,11 @@ def score_precision(p: KdaProblem) -> tuple[tl.dtype, str]:
     if p.dtype == torch.float16 or p.options.use_qk_l2norm_in_kernel:
         return tl.float16, "tf32"
     return tl.float32, "tf32"
+
+
+def decay_precision(p: KdaProblem) -> tl.dtype:
+    """Operand type of the sums of log decays. Rounding g to float16's mantissa changes o by 5e-5; sums stay in float32."""
+    return tl.float32 if p.dtype == torch.float32 else tl.float16
 
 
 def state_precision(p: KdaProblem) -> str:

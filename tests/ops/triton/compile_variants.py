@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile, for one architecture, the kernels of every kind of call that dispatch sends to Triton; print reports as JSON.
+"""Compile, for one architecture, the kernels of the calls that dispatch sends to Triton; print reports as JSON.
 
     python -m tests.ops.triton.compile_variants 90
 
@@ -32,7 +32,6 @@ KDA = {
     "bf16 256": FULL.with_(K=256, V=256),
     "bf16 32 by 128, scalar gate": FULL.with_(K=32, V=128, scalar_gate=True),
     "fp32 64, log decays": KdaCall(dtype=FP32, K=64, V=64),
-    "fp32 128, log decays": KdaCall(dtype=FP32, K=128, V=128),
 }
 LIGHTNING = {
     "bf16 128": LightningCall(dtype=BF16, K=128, V=128, T=256),
@@ -49,9 +48,16 @@ DECODE = {
 }
 
 
+# Elsewhere than on Hopper, where the kernels are tuned, the calls that decide whether a tile fits: ptxas is what takes time.
+FEWER = ("bf16 128", "bf16 256", "fp32 64, log decays", "fp32 64", "bf16 128, fp32 pool", "bf16 128, four tokens")
+
+
 def compile_all(arch: int) -> list[dict]:
     sm = (arch // 10, arch % 10)
-    reports = []
+    reports: list[dict] = []
+
+    def wanted(calls: dict) -> dict:
+        return calls if arch == 90 else {name: call for name, call in calls.items() if name in FEWER}
 
     def record(what: str, run) -> None:
         with dry_run(arch) as compiled:
@@ -60,7 +66,7 @@ def compile_all(arch: int) -> list[dict]:
             shown = {n: getattr(r, n) for n in ("name", "registers", "spill_bytes", "shared_bytes", "fits")}
             reports.append({"call": what, "arch": arch, **shown})
 
-    for name, call in KDA.items():
+    for name, call in wanted(KDA).items():
         options = KdaOptions(**call.switches(), output_final_state=True)
         problem, x = contract.check_kda(KdaInputs(**call.tensors()), options)
         problem = replace(problem, sm=sm, needs_grad=True)
@@ -70,14 +76,15 @@ def compile_all(arch: int) -> list[dict]:
     # few heads, many chunks: segments and their scan
     problem, x = contract.check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
     record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))
-    record("kda map, bf16 128", lambda: kda.kda_map(replace(problem, sm=sm), x))
-    for name, call in LIGHTNING.items():
+    if arch == 90:
+        record("kda map, bf16 128", lambda: kda.kda_map(replace(problem, sm=sm), x))
+    for name, call in wanted(LIGHTNING).items():
         p, y = contract.check_lightning(LightningInputs(**call.tensors()), output_final_state=True)
         p = replace(p, sm=sm)
         record(f"lightning forward, {name}", lambda p=p, y=y: lightning.lightning_fwd(p, y))
         do, dht = torch.empty_like(y.v), torch.empty_like(y.initial_state)
         record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, do, dht))
-    for name, (call, pool_dtype) in DECODE.items():
+    for name, (call, pool_dtype) in wanted(DECODE).items():
         t = call.tensors()
         pool = torch.empty(8, call.HV, call.V, call.K, dtype=pool_dtype)
         slots = torch.zeros(4, dtype=torch.int32)
