@@ -54,6 +54,13 @@ def with_flags(cls: FlagsT) -> FlagsT:
     return cls
 
 
+def gate_of(options: KdaOptions | DecodeOptions) -> str:
+    """Which formula makes the log decay: `"log"` (g is it already), `"softplus"` or `"bounded"`."""
+    if not options.use_gate_in_kernel:
+        return "log"
+    return "softplus" if options.lower_bound is None else "bounded"
+
+
 # KDA
 
 
@@ -113,10 +120,7 @@ class KdaProblem:
 
     @property
     def gate(self) -> str:
-        """Which formula makes the log decay: `"log"` (g is it already), `"softplus"` or `"bounded"`."""
-        if not self.options.use_gate_in_kernel:
-            return "log"
-        return "softplus" if self.options.lower_bound is None else "bounded"
+        return gate_of(self.options)
 
 
 def check_kda(x: KdaInputs, options: KdaOptions, who: str = "cula_kda") -> tuple[KdaProblem, KdaInputs]:
@@ -338,10 +342,7 @@ class DecodeProblem:
 
     @property
     def gate(self) -> str:
-        """Which formula makes the log decay: `"log"`, `"softplus"` or `"bounded"`."""
-        if not self.options.use_gate_in_kernel:
-            return "log"
-        return "softplus" if self.options.lower_bound is None else "bounded"
+        return gate_of(self.options)
 
 
 def check_decode(x: DecodeInputs, options: DecodeOptions, who: str = "cula_decode") -> tuple[DecodeProblem, DecodeInputs, bool]:
