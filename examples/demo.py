@@ -106,7 +106,7 @@ def prefill_and_decode(device: torch.device, dtype: torch.dtype, T: int, progres
     token, state = slice(0, 1), torch.zeros(1, H, D, D, device=device)
     decode_choice = cula.explain("decode", q[:, token], k[:, token], v[:, token], state, mode="lightning", decay=decay)
     for name, (prefill, decode, definition, choice) in families.items():
-        progress.console.print(choice)
+        progress.console.print(str(choice), highlight=False, markup=False)
         task = progress.add_task(f"{name}: prefill and decode", total=steps + 2)
         prompt = slice(0, T)
         prefill(prompt)  # warm up: a GPU compiles here
