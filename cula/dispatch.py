@@ -71,6 +71,10 @@ class Backend:
     def load(self, op: str) -> Callable[..., Any]:
         return _load(self.package, op)
 
+    def find(self, op: str) -> Callable[..., Any] | None:
+        """The kernel of an operation that a backend may do without; None if it does."""
+        return getattr(importlib.import_module(f"{self.package}.{MODULE_OF[op]}"), op, None)
+
 
 @dataclass(frozen=True)
 class Choice:

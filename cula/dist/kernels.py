@@ -13,7 +13,6 @@ forward from zero does. A rank without tokens needs none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from cula.contract import (
     check_kda,
     check_lightning,
 )
-from cula.dispatch import Backend, choose, select
+from cula.dispatch import choose, select
 
 Inputs = Any  # KdaInputs or LightningInputs: both have q, v, initial_state and cu_seqlens
 
@@ -106,7 +105,7 @@ class KdaKernels:
             return _unchanged(x, dht)
         problem, x = self._problem(x._replace(initial_state=_unchanged(x, None)))
         backend = choose("kda_bwd", problem, self.backend).backend
-        kernel = _if_any(backend, "kda_state_grad")
+        kernel = backend.find("kda_state_grad")
         if kernel is None:
             return backend.load("kda_bwd")(problem, x, (), do, dht).d_initial_state
         return kernel(problem, x, do, dht)
@@ -143,7 +142,7 @@ class LightningKernels:
             return B.new_ones(*B.shape[:2], 1, 1), B
         problem, x = self._problem(x)
         backend = choose("lightning_fwd", problem, self.backend).backend
-        kernel = _if_any(backend, "lightning_map")
+        kernel = backend.find("lightning_map")
         if kernel is not None:
             return kernel(problem, x)
         _, B = backend.load("lightning_fwd")(problem, x)
@@ -163,7 +162,7 @@ class LightningKernels:
             return _unchanged(x, dht)
         problem, x = self._problem(x._replace(initial_state=_unchanged(x, None)))
         backend = choose("lightning_bwd", problem, self.backend).backend
-        kernel = _if_any(backend, "lightning_state_grad")
+        kernel = backend.find("lightning_state_grad")
         if kernel is None:
             return backend.load("lightning_bwd")(problem, x, do, dht)[3]
         return kernel(problem, x, do, dht)
@@ -171,14 +170,6 @@ class LightningKernels:
     def _problem(self, x: LightningInputs) -> tuple[LightningProblem, LightningInputs]:
         problem, x = check_lightning(x, scale=self.scale, output_final_state=True, chunk_size=self.chunk_size, who=self.who)
         return replace(problem, needs_grad=self.needs_grad), x
-
-
-def _if_any(backend: Backend, op: str) -> Callable[..., Any] | None:
-    """The backend's kernel for an operation it may do without."""
-    try:
-        return backend.load(op)
-    except AttributeError:
-        return None
 
 
 def _no_outputs(x: Inputs) -> Tensor:
