@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import contract, operators, settings
+from cula import contract, operators, plans, settings
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
 from cula.dispatch import Choice, Problem, choose
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
@@ -252,6 +252,9 @@ def cula_lightning(
     return o, final_state if output_final_state else None
 
 
+_decode_plans = plans.Plans()
+
+
 def cula_decode(
     q: Tensor,
     k: Tensor,
@@ -326,7 +329,16 @@ def cula_decode(
         torch.Size([3, 1, 2, 32])
     """
     who = "cula_decode"
-    x = DecodeInputs(q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
+    tensors = (q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
+    seen = None
+    if not (kwargs or torch.compiler.is_compiling()):
+        scale = scale if scale is None else float(scale)
+        words = (mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel)
+        seen = plans.signature(tensors, (*words, allow_neg_eigval, null_index, commit, state_layout, backend))
+        plan = _decode_plans.find(seen)
+        if plan is not None and (o := plan(tensors)) is not None:
+            return o, state
+    x = DecodeInputs(*tensors)
     for name, given, known in (
         ("mode", mode, ("kda", "lightning")),
         ("null_index", null_index, ("negative", "nonpositive")),
@@ -356,6 +368,8 @@ def cula_decode(
         contract.check_decode_values(rows, problem, who)
     _refuse_unknown(who, kwargs, choose("decode", problem, backend))
     o = operators.decode(problem, rows, backend)
+    if seen is not None:
+        _decode_plans.keep(seen, operators.decode_plan(problem, rows, x, backend))
     if out is not None:
         return out, state
     return o.view(v.shape) if is_packed else o, state

@@ -710,7 +710,7 @@ def _check_gate(
         return dt_bias
     if dt_bias.shape not in ((HV * K,), (HV, K)):
         raise ValueError(f"{who}: dt_bias has shape {_shape(dt_bias)}; expected [HV, K] = {[HV, K]} or [HV * K] = {[HV * K]}")
-    return dt_bias.reshape(HV, K)
+    return dt_bias if dt_bias.dim() == 2 else dt_bias.reshape(HV, K)
 
 
 def _check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:

@@ -35,6 +35,7 @@ MODULE_OF = {
     "lightning_map": "lightning",
     "lightning_state_grad": "lightning",
     "decode": "decode",
+    "decode_again": "decode",
 }
 
 

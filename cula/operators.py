@@ -38,7 +38,7 @@ from cula.contract import (
     check_lightning,
 )
 from cula.dispatch import choose, select
-from cula.ops import KdaForward
+from cula.ops import KdaForward, Plan
 
 # Eager
 
@@ -119,6 +119,15 @@ def decode(problem: DecodeProblem, x: DecodeInputs, backend: str = "auto") -> Te
     """Run a checked decode call: o [N, T, HV, V]; writes x.state, x.intermediate_states and x.out in place."""
     with _on_device_of(x.q):
         return select("decode", problem, backend)(problem, x)
+
+
+def decode_plan(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs, backend: str = "auto") -> Plan | None:
+    """A plan for decode calls like this one, whose tensors were `given` and are x now; None where the backend has none."""
+    make = choose("decode", problem, backend).backend.find("decode_again")
+    if make is None:
+        return None
+    with _on_device_of(x.q):
+        return make(problem, x, given)
 
 
 # Under torch.compile. An operator may not return None (an empty tensor stands for it) nor one of its inputs.

@@ -16,6 +16,7 @@ be anything), offsets are int32.
 |                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
 |                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |
 | `decode.py`    | `decode(problem, x)`                             | `o [N, T, HV, V]`; writes x.state, ..., x.out   |
+|                | `decode_again(problem, x, given)` (optional)     | a `Plan` for calls like this one, or None       |
 
 `dht` is None when nothing was differentiated through the final state. States are [N, HV, V, K], so a sequence maps its
 first state to its last as `ht = h0 @ M + B` with M [N, HV, K, K] and B [N, HV, V, K]; a gradient goes back through it
@@ -24,9 +25,14 @@ as `dh0 = dht @ M^T + C`, C being `*_state_grad` at dht = 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+# Runs a call for tensors of the shapes, strides, dtypes and device it was made for; returns None where it cannot (see
+# `cula.plans`).
+Plan = Callable[[Sequence[Tensor | None]], Any]
 
 
 class KdaForward(NamedTuple):

@@ -19,12 +19,16 @@ Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
+from cula.ops import Plan
+from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_NORM_EPS = tl.constexpr(1e-6)
@@ -237,14 +241,13 @@ def _strides(t: Tensor | None, T: int) -> tuple[int, ...] | None:
     return strides if T > 1 or len(strides) < 2 else (strides[0], 0, *strides[2:])
 
 
-def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
-    """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` and `x.intermediate_states` in place."""
+def _arguments(problem: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int, tuple[Tensor | None, ...], tuple, int]:
+    """The kernel's grid, its tensors, all its other parameters, and its number of warps."""
     options, T = problem.options, problem.T
-    o = torch.empty((problem.N, T, problem.HV, problem.V), dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
     BK = 1 << (problem.K - 1).bit_length()
     BV, num_warps = _tiles(problem, BK)
-    grid = (problem.N * problem.HV * -(-problem.V // BV),)
-    decode_kernel[grid](
+    grid = problem.N * problem.HV * -(-problem.V // BV)
+    tensors = (
         x.q,
         x.k,
         x.v,
@@ -258,6 +261,8 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
         x.state_indices,
         x.num_accepted_tokens,
         x.intermediate_states,
+    )
+    strides = (
         _strides(x.q, T),
         _strides(x.k, T),
         _strides(x.v, T),
@@ -271,8 +276,8 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
         _strides(x.state_indices, T),
         None if x.num_accepted_tokens is None else x.num_accepted_tokens.stride(0),
         _strides(x.intermediate_states, T),
-        problem.scale,
-        options.lower_bound,
+    )
+    constants = dict(
         T=T,
         H=problem.H,
         HV=problem.HV,
@@ -289,6 +294,55 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
         NULL_IS_NONPOSITIVE=options.null_is_nonpositive,
         COMMIT=options.commit,
         STATE_IS_KV=options.state_is_kv,
-        num_warps=num_warps,
     )
+    assert list(constants) == decode_kernel.arg_names[-len(constants) :]
+    return grid, tensors, (*strides, problem.scale, options.lower_bound, *constants.values()), num_warps
+
+
+def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
+    """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` and `x.intermediate_states` in place."""
+    shape = (problem.N, problem.T, problem.HV, problem.V)
+    o = torch.empty(shape, dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
+    grid, tensors, rest, num_warps = _arguments(problem, x, o)
+    decode_kernel[(grid,)](*tensors, *rest, num_warps=num_warps)
     return o
+
+
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
+    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+
+    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has.
+    """
+    if not x.q.is_cuda or any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
+        return None
+    makes_dense = given.v.is_contiguous()  # then an output like v is dense, as the kernel's strides say
+    o = torch.empty((problem.N, problem.T, problem.HV, problem.V), dtype=x.q.dtype, device=x.q.device)
+    grid, tensors, rest, num_warps = _arguments(problem, x, o if x.out is None else x.out)
+    bits = 0
+    for t in tensors[:10] + tensors[12:]:
+        bits |= 0 if t is None else t.data_ptr()
+    if bits % ALIGNMENT:
+        return None
+    launch = Launch(decode_kernel, grid, tensors, rest, num_warps=num_warps)
+
+    def again(call: Sequence[Tensor | None]) -> Tensor | None:
+        if not launch.fits():
+            return None
+        values, out = call[2], call[12]
+        assert values is not None
+        if out is None and makes_dense:
+            out = torch.empty_like(values)
+        elif out is None:
+            out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+        q, k, v, state, indices, g, beta, A_log, dt_bias, decay, accepted, kept = [
+            0 if t is None else t.data_ptr() for t in call[:12]
+        ]
+        o = out.data_ptr()
+        # indices and accepted counts are compiled for any address
+        if (q | k | v | g | beta | A_log | dt_bias | decay | o | state | kept) % ALIGNMENT:
+            return None
+        launch((q, k, v, g, beta, A_log, dt_bias, decay, o, state, indices, accepted, kept))
+        return out
+
+    return again
