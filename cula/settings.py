@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable cuLA reads, in one table.
 
-| name               | default | meaning                                                                               |
-|--------------------|---------|---------------------------------------------------------------------------------------|
-| `CULA_CHECK`       | `0`     | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
-| `TRITON_INTERPRET` | `0`     | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
+| name               | default    | meaning                                                                               |
+|--------------------|------------|---------------------------------------------------------------------------------------|
+| `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
+| `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
+| `CUTE_DSL_RUNTIME` |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
+| `TRITON_INTERPRET` | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
+| `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables are read when they are needed, so a test or a debugging session may set them at any time.
 None of them changes a result.
 """
 
 import os
+from pathlib import Path
 
 
 def check_values() -> bool:
@@ -21,3 +25,21 @@ def check_values() -> bool:
 def triton_is_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernel_dir() -> Path | None:
+    """The folder of kernels compiled ahead of time that `CULA_KERNEL_DIR` names."""
+    named = os.environ.get("CULA_KERNEL_DIR")
+    return Path(named) if named else None
+
+
+def cute_runtime() -> Path | None:
+    """The CuTe runtime library that `CUTE_DSL_RUNTIME` names."""
+    named = os.environ.get("CUTE_DSL_RUNTIME")
+    return Path(named) if named else None
+
+
+def cache_dir() -> Path:
+    """Where cuLA keeps what can be made again."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "cula"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every CuTe kernel compiles and fits, for every architecture of the table, without a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from cula.ops.cute import build, loader
+from cula.ops.cute.variants import MODULES
+
+MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
+REGISTERS_OF_SM = 65536
+MAX_REGISTERS = 255  # of a thread, without setmaxnreg
+
+TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",)}
+CASES = [(arch, modules) for table in (MODULES, TEST_KERNELS) for arch, modules in table.items() if modules]
+
+needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+
+def complaints(facts: build.Facts) -> list[str]:
+    """What is wrong with a kernel that compiled."""
+    found = []
+    for kernel in facts.kernels:
+        if kernel.stack_bytes:
+            found.append(f"{kernel.stack_bytes} bytes of stack a thread: spills, or an array indexed at run time")
+        if kernel.registers > MAX_REGISTERS or kernel.registers * kernel.threads > REGISTERS_OF_SM:
+            found.append(f"{kernel.registers} registers in {kernel.threads} threads: more than an SM has")
+    if facts.smem_bytes is None:
+        found.append("the size of its shared memory is not a constant")
+    elif facts.smem_bytes > MAX_SMEM:
+        found.append(f"{facts.smem_bytes} bytes of shared memory, of {MAX_SMEM}")
+    found += [f"declares {name}, and its code has none" for name in facts.uses if not facts.instructions.get(name)]
+    return found
+
+
+@needs_dsl
+@pytest.mark.parametrize(("arch", "modules"), CASES, ids=[f"{arch}-{modules[0]}" for arch, modules in CASES])
+def test_kernels_compile_and_fit(arch, modules):
+    built = build.build(arch, modules, loader.cache_folder(arch, modules) / "text", keep_text=True)
+    assert built
+    wrong = {facts.name: found for facts in built if (found := complaints(facts))}
+    assert not wrong
+
+
+def test_what_does_not_fit_is_noticed():
+    kernel = build.KernelFacts("k", threads=384, registers=176, stack_bytes=8)
+    facts = build.Facts("bad", "sm_90a", (kernel,), MAX_SMEM + 1, {"tma_load": 2}, ("tma_load", "wgmma"), 0.0)
+    text = "\n".join(complaints(facts))
+    for part in ("8 bytes of stack", "176 registers in 384 threads", "bytes of shared memory", "declares wgmma"):
+        assert part in text
+    assert "declares tma_load" not in text
+
+
+def test_the_release_of_the_dsl_is_stated_once_more_in_pyproject():
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"{build.DSL}=={build.DSL_VERSION}"' in text
