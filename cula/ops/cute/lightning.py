@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning Attention on the CuTe kernels: which kernel, how sequences are cut, and the launches.
+
+`sm90/lightning.py` says what the kernels compute. Forward only: the gradient is another backend's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cula.contract import LightningInputs, LightningProblem
+from cula.ops.cute.loader import load
+
+ARCH = "sm_90a"
+CHUNK = 64  # tokens that the kernels take at once
+TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and how its work is cut."""
+
+    kernel: str  # d128, d128_half or d64
+    segment: int  # tokens; 0: sequences are whole
+    per_seq: int  # segments of every sequence, where all are of one length
+    num_ids: int  # segments in all, or sequences
+    num_blocks: int
+
+
+# Microseconds on an H200, bf16. Only their ratios matter, to weigh cuts and kernels against each other.
+CHUNK_US = {"d128": 1.3, "d128_half": 0.9, "d64": 0.7}  # of a walk, where memory does not hold it up
+ENDS_US = {"d128": 0.5, "d128_half": 0.45, "d64": 0.4}  # a chunk of the first pass
+ITEM_US = 3.0  # first loads and last stores of an item
+LAUNCH_US = 5.0  # the first pass's own beginning and end
+SEED_US = 0.7  # reading the end of one earlier segment
+BYTES_PER_US = 4.2e6
+SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MIN_SEGMENT_CHUNKS = 4
+
+
+def plan(problem: LightningProblem, num_sms: int) -> Plan:
+    """The cheapest of the kernels and cuts, by the times above and sizes the host knows."""
+    N, T = problem.N, problem.T
+    # Packed lengths are not known here: as if all were alike.
+    chunks = max(1, -(-(T // max(1, N) if problem.is_packed else T) // CHUNK))
+    options = [
+        (_cost(kernel, N, problem.HV, problem.K, chunks, per_seq, num_sms), kernel, per_seq)
+        for kernel in (("d64",) if problem.V == 64 else ("d128", "d128_half"))
+        for per_seq in SEGMENT_COUNTS
+        if per_seq == 1 or chunks >= per_seq * MIN_SEGMENT_CHUNKS
+    ]
+    _, kernel, per_seq = min(options)
+    return cut(problem, kernel, per_seq, num_sms)
+
+
+def cut(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Plan:
+    """The plan with about `per_seq` segments to a sequence."""
+    N, T = problem.N, problem.T
+    blocks_of_v = 2 if kernel == "d128_half" else 1
+    if problem.is_packed:
+        # A length that cuts a sequence of the mean length so; a longer one is cut into more.
+        segment = 0 if per_seq == 1 else -(-(T // N) // (per_seq * CHUNK)) * CHUNK
+        num_ids, per_seq = (T // segment + N if segment else N), 1
+    else:
+        segment = 0 if per_seq == 1 else -(-T // (per_seq * CHUNK)) * CHUNK
+        per_seq = -(-T // segment) if segment else 1
+        num_ids = N * per_seq
+    return Plan(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
+
+
+def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_sms: int) -> float:
+    heads = N * HV
+    items = heads * per_seq * (2 if kernel == "d128_half" else 1)
+    rounds, length = -(-items // num_sms), -(-chunks // per_seq)
+    bytes_of_chunk = CHUNK * K * 2
+    walk = max(rounds * (ITEM_US + length * CHUNK_US[kernel]), heads * chunks * 4 * bytes_of_chunk / BYTES_PER_US)
+    if per_seq == 1:
+        return walk
+    share = (per_seq - 1) / per_seq
+    ends = max(rounds * length * ENDS_US[kernel], heads * chunks * share * 2 * bytes_of_chunk / BYTES_PER_US)
+    return walk + ends + LAUNCH_US + (per_seq - 1) * SEED_US
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_on(problem: LightningProblem, device: torch.device) -> Plan:
+    return plan(problem, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Outputs `[B, T, HV, V]` (written to `out` where given) and, where asked for, the final state `[N, HV, V, K]` float32."""
+    ht = None
+    if problem.output_final_state:
+        ht = torch.empty((problem.N, problem.HV, problem.V, problem.K), dtype=torch.float32, device=x.q.device)
+    return run(problem, x, _plan_on(problem, x.q.device), x.initial_state, ht, out=out), ht
+
+
+def lightning_fwd_pool(
+    problem: LightningProblem, x: LightningInputs, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, out: Tensor | None
+) -> Tensor | None:
+    """Outputs; first states come from the slots and last states go there. None where the kernels do not take this pool."""
+    if pool.stride(0) % 2 or pool.data_ptr() % (2 * pool.element_size()):
+        return None
+    write_to = indices.to(torch.int32).contiguous()
+    read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
+    return run(problem, x, _plan_on(problem, x.q.device), pool, pool, read_from, write_to, out)
+
+
+def run(
+    problem: LightningProblem,
+    x: LightningInputs,
+    plan: Plan,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    read_from: Tensor | None = None,
+    write_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launch a plan; returns o."""
+    device = x.q.device
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
+    o_tokens = _tokens(o)  # a copy where TMA cannot write `out`
+    no_states, no_places = _nothing(device, problem.V, problem.K)
+    seeds = no_states
+    if plan.segment:
+        seeds = torch.empty((plan.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
+    states = h0 if h0 is not None else ht
+    dtype = "bf16" if states is not None and states.dtype == torch.bfloat16 else "fp32"
+    arguments = (
+        _tokens(x.q),
+        _tokens(x.k),
+        _tokens(x.v),
+        o_tokens,
+        x.decay,
+        no_states if h0 is None else h0,
+        no_states if ht is None else ht,
+        seeds,
+        no_places if x.cu_seqlens is None else x.cu_seqlens,
+        no_places if read_from is None else read_from,
+        no_places if write_to is None else write_to,
+        problem.scale,
+        problem.N,
+        0 if problem.is_packed else problem.T,
+        plan.segment,
+        plan.per_seq,
+        plan.num_ids,
+        problem.HV // problem.H,
+        int(h0 is not None),
+        int(ht is not None),
+        int(write_to is not None),
+        plan.num_blocks,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    if plan.segment:
+        load(f"lightning_ends_{plan.kernel}_{dtype}", ARCH)(*arguments)
+    load(f"lightning_{plan.kernel}_{dtype}", ARCH)(*arguments)
+    if o_tokens.data_ptr() != o.data_ptr():
+        o.copy_(o_tokens.view(o.shape))
+    return o
+
+
+def _tokens(t: Tensor) -> Tensor:
+    """[B, T, H, D] -> [B T, H, D], as TMA can address it; a copy only where it could not."""
+    flat = t.flatten(0, 1)
+    size = t.element_size()
+    if flat.data_ptr() % TMA_BYTES or flat.stride(0) * size % TMA_BYTES or flat.stride(1) * size % TMA_BYTES or flat.stride(2) != 1:
+        return flat.clone(memory_format=torch.contiguous_format)
+    return flat
+
+
+@functools.cache
+def _nothing(device: torch.device, V: int, K: int) -> tuple[Tensor, Tensor]:
+    """States and places for where a call has none: of the right form, and empty."""
+    return torch.empty((0, 1, V, K), dtype=torch.float32, device=device), torch.empty(0, dtype=torch.int32, device=device)
