@@ -79,21 +79,20 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
     """Launch with a given cut; returns o."""
     p, options, device = problem, problem.options, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
-    o_tokens = as_tokens(o)  # a copy where TMA cannot write `out`
+    o_tokens = as_tokens(o)  # a copy where TMA cannot write to `out`
     work = torch.empty(cut.bytes(p.HV), dtype=torch.uint8, device=device)
     beta_top = 0.0
     if options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if options.allow_neg_eigval else 1.0
-    zeros = _zeros(device, p.HV)
-    beta = x.beta.flatten(0, 1)
+    no_A_log, no_bias = _no_gate(device, p.HV)
     load(variant(p), ARCH)(
         as_tokens(x.q),
         as_tokens(x.k),
         as_tokens(x.v),
         as_tokens(x.g),
-        beta if beta.stride(1) == 1 else beta.contiguous(),
-        zeros[:, 0].contiguous() if x.A_log is None else x.A_log,
-        zeros if x.dt_bias is None else x.dt_bias,
+        as_tokens(x.beta),
+        no_A_log if x.A_log is None else x.A_log,
+        no_bias if x.dt_bias is None else x.dt_bias,
         o_tokens,
         no_states(device, V, K) if x.initial_state is None else x.initial_state.contiguous(),
         no_states(device, V, K) if ht is None else ht,
@@ -112,12 +111,12 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
         int(cut.has_maps),
         torch.cuda.current_stream(device).cuda_stream,
     )
-    if o_tokens.data_ptr() != o.data_ptr():
-        o.copy_(o_tokens.view(o.shape))
+    if o_tokens is not o:
+        o.copy_(o_tokens)
     return o
 
 
 @functools.cache
-def _zeros(device: torch.device, HV: int) -> Tensor:
-    """The gate's constants where a call has none."""
-    return torch.zeros((HV, K), dtype=torch.float32, device=device)
+def _no_gate(device: torch.device, HV: int) -> tuple[Tensor, Tensor]:
+    """A_log and dt_bias where a call has none."""
+    return torch.zeros(HV, dtype=torch.float32, device=device), torch.zeros((HV, K), dtype=torch.float32, device=device)

@@ -12,17 +12,15 @@ TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of thi
 
 
 def as_tokens(t: Tensor) -> Tensor:
-    """[B, T, H, D] -> [B T, H, D], as TMA can address it; a copy only where it could not."""
-    flat = t.flatten(0, 1)
-    size = t.element_size()
-    if (
-        flat.data_ptr() % TMA_BYTES
-        or flat.stride(0) * size % TMA_BYTES
-        or flat.stride(1) * size % TMA_BYTES
-        or flat.stride(2) != 1
-    ):
-        return flat.clone(memory_format=torch.contiguous_format)
-    return flat
+    """[B, T, H, D] or [B, T, H] whose first two dimensions flatten into one and which TMA can address; a copy only where it is
+    not so already."""
+    unit = TMA_BYTES // t.element_size() if t.dim() == 4 else 1
+    B, T = t.shape[:2]
+    stride = t.stride()
+    is_flat = B == 1 or T == 1 or stride[0] == T * stride[1]
+    if is_flat and stride[-1] == 1 and not any(s % unit for s in stride[:-1]) and not (t.dim() == 4 and t.data_ptr() % TMA_BYTES):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache

@@ -39,6 +39,12 @@ from .kda_state import STAGES, state_kernel
 TILE, SQUARE, STATE = 64 * 128, 64 * 64, 128 * 128
 
 
+def tokens_first(t: Any) -> Any:
+    """[B, T, ...] -> [B T, ...]."""
+    shape, stride = t.layout.shape, t.layout.stride
+    return cute.make_tensor(t.iterator, cute.make_layout((shape[0] * shape[1], *shape[2:]), stride=(stride[1], *stride[2:])))
+
+
 @cute.jit
 def kda_host(
     mQ: cute.Tensor,
@@ -67,9 +73,10 @@ def kda_host(
     stream,
     kind: cutlass.Constexpr,
 ):
-    """q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], states [N, HV, 128 dv, 128 dk]; `chunks` and `segments` are how many numbers
+    """q, k [B, T, H, 128], v, g, o [B, T, HV, 128], beta [B, T, HV] (B and T flatten into one), states [N, HV, 128 dv, 128 dk]; `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `length` that of every sequence or 0 (then `mCu` has them), `beta_top` 0 for a beta that is activated."""
     dtype = kind.dtype
+    mQ, mK, mV, mG, mBeta, mO = [tokens_first(t) for t in (mQ, mK, mV, mG, mBeta, mO)]
     HV = mV.shape[1]
     records = chunks * HV
     maps = segments * HV
@@ -78,7 +85,7 @@ def kda_host(
     part = lambda t, at: cute.make_ptr(t, base + at, cute.AddressSpace.gmem, assumed_align=128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(64, 1))
+    square = cute.make_layout((records * 64, 64), stride=(cutlass.Int64(64), 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
     mP = cute.make_tensor(part(dtype, at), square)
@@ -179,25 +186,25 @@ def kda_host(
                 lm,
                 dtype,
                 is_map,
-            ).launch(grid=(HV, segments, 2 if is_map else 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1)
+            ).launch(grid=(HV, segments, 2 if is_map else 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
 
 def _arguments(kind: Kind) -> tuple[Any, ...]:
     size = cute.sym_int
-    T, H, HV = size(), size(), size()
+    B, T, H, HV = size(), size(), size(), size()
     return (
-        fake_strided(BF16, (T, H, 128), 1),
-        fake_strided(BF16, (T, H, 128), 1),
-        fake_strided(BF16, (T, HV, 128), 1),
-        fake_strided(kind.g_type, (T, HV, 128), 1),
-        fake_strided(kind.beta_type, (T, HV), 1, align=kind.beta_type.width // 8),
+        fake_strided(BF16, (B, T, H, 128), 1),
+        fake_strided(BF16, (B, T, H, 128), 1),
+        fake_strided(BF16, (B, T, HV, 128), 1),
+        fake_strided(kind.g_type, (B, T, HV, 128), 1),
+        fake_strided(kind.beta_type, (B, T, HV), 1, align=kind.beta_type.width // 8),
         fake_vector(F32),
         fake_compact(F32, size(), 128, align=4),
-        fake_strided(BF16, (T, HV, 128), 1),
+        fake_strided(BF16, (B, T, HV, 128), 1),
         fake_compact(F32, size(), size(), 128, 128),
         fake_compact(F32, size(), size(), 128, 128),
         fake_vector(I32),
-        fake_compact(cutlass.Uint8, size(), align=128),
+        fake_compact(cutlass.Uint8, cute.sym_int64(), align=128),
         F32(1.0),
         F32(-5.0),
         F32(1.0),

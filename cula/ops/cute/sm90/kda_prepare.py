@@ -246,6 +246,7 @@ def prepare_kernel(
     kind: cutlass.Constexpr,
 ):
     """A block for each (value head, number of a chunk)."""
+    cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, number, _ = cute.arch.block_idx()
     seq, first, begin, tokens = place(number, 64, mCu, length, steps)
     start = (number - first) * 64

@@ -107,11 +107,11 @@ def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
     if cute.arch.vote_any_sync(leaves == 1):
         move = cute.make_rmem_tensor((2,), F32)
         for a in cutlass.range_constexpr(2):
-            bits = cute.recast_tensor(top, I32)[a]
-            exponent = bits >> 23
-            cute.recast_tensor(move, I32)[a] = cutlass.max(I32(254) - exponent, I32(1)) << 23  # 2^-floor(log2 top)
-            is_possible = bits != 0 and exponent < 255 and factor[a] * move[a] <= F32(2.0**24)
-            move[a] = move[a] if is_possible else F32(1.0)
+            exponent = cute.recast_tensor(top, I32)[a] >> 23
+            room = I32(254 + 24) - (cute.recast_tensor(factor, I32)[a] >> 23)  # the exponent of 2^24 / factor
+            power = cutlass.min(cutlass.max(I32(254) - exponent, I32(1)), room)  # that of 2^-floor(log2 top)
+            power = power if top[a] > F32(0.0) and exponent < 255 else I32(127)  # nothing for 0, infinity and NaN
+            cute.recast_tensor(move, I32)[a] = power << 23
             factor[a] = factor[a] * move[a]
         scale_rows(S, move)
 
@@ -253,6 +253,8 @@ def state_kernel(
     is_map: cutlass.Constexpr,
 ):
     """A block for each (value head, number of a segment); in map mode two, for B and M."""
+    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
+    cute.arch.griddepcontrol_launch_dependents()
     hv, number, which = cute.arch.block_idx()
     seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
     chunk0 = first_chunk(seq, begin, length)
