@@ -14,7 +14,7 @@ from tests.support.ptx.copies import Copies
 from tests.support.ptx.instruction import SPECIAL_REGISTERS
 from tests.support.ptx.registers import Views
 from tests.support.ptx.tcgen05 import TensorMemory
-from tests.support.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError
+from tests.support.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError, Unsupported
 from tests.support.ptx.wgmma import Wgmma
 
 ALL = np.ones(32, bool)
@@ -220,7 +220,7 @@ class Block:
             "tcgen05": self.tmem.execute,
         }
         if i.parts[0] not in units:
-            raise NotImplementedError(i.text[:120])
+            raise Unsupported(i.text[:120])
         return units[i.parts[0]]
 
     def branch(self, first, end, mask, taken, to, otherwise):

@@ -9,8 +9,8 @@ HOPPER, BLACKWELL = ("tests.support.kernels.hopper",), ("tests.support.kernels.b
 NAN = float("nan")
 
 
-def randn(*shape, scale=1.0):
-    return (torch.randn(*shape) * scale).bfloat16()
+def randn(*shape, scale=1.0, dtype=torch.bfloat16):
+    return (torch.randn(*shape) * scale).to(dtype)
 
 
 def error(got, want):
@@ -18,10 +18,13 @@ def error(got, want):
     return ((got.double() - want).abs().max() / want.abs().max()).item()
 
 
-def scale(run):
-    x, y = torch.randn(300), torch.full((300,), NAN)
-    run(x, y, 2.0)
-    return error(y, 2 * x.double())
+def scale(plus):
+    def case(run):
+        x, y = torch.randn(300), torch.full((300,), NAN)
+        run(x, y, 2.0)
+        return error(y, 2 * x.double() + plus)
+
+    return case
 
 
 def tma_pipeline(run):
@@ -35,14 +38,24 @@ def tma_pipeline(run):
     return max(error(y, want), error(s, padded.view(n, 64, H, 128).sum(1)))
 
 
-def product(form):
+def product(form, dtype=torch.bfloat16):
     def case(run):
-        a, b = randn(2, 64, 128), randn(2, 64 if form == "tn" else 128, 128)
+        a, b = randn(2, 64, 128, dtype=dtype), randn(2, 64 if form == "tn" else 128, 128, dtype=dtype)
         A, B = a.double(), b.double()
         want = {"nt": lambda: A @ B.mT, "nn": lambda: A @ B, "tn": lambda: A.mT @ B}[form]()
         c = torch.full(want.shape, NAN)
         run(a, b, c)
         return error(c, want)
+
+    return case
+
+
+def warp_product(dtype):
+    def case(run):
+        a, b, c = (randn(2, 64, 64, dtype=dtype) for _ in range(3))
+        want = a.double() @ b.double()
+        run(a, b, c.fill_(NAN))
+        return error(c, want.to(dtype).double())
 
     return case
 
@@ -72,9 +85,13 @@ def umma(has_second):
 
 # name: (modules, architecture, case, tolerance). A score that lies between two bf16 numbers may go either way.
 CASES = {
-    "scale": (HOPPER, "sm_90a", scale, 0.0),
+    "scale": (HOPPER, "sm_90a", scale(0), 0.0),
+    "two_kernels": (HOPPER, "sm_90a", scale(1), 1e-7),
     "tma_pipeline": (HOPPER, "sm_90a", tma_pipeline, 4e-3),
     **{f"product_{form}": (HOPPER, "sm_90a", product(form), 1e-6) for form in ("nt", "nn", "tn")},
+    "product_nn_fp16": (HOPPER, "sm_90a", product("nn", torch.float16), 1e-6),
+    "warp_product": (HOPPER, "sm_90a", warp_product(torch.bfloat16), 4e-3),
+    "warp_product_fp16": (HOPPER, "sm_90a", warp_product(torch.float16), 5e-4),
     "chain": (HOPPER, "sm_90a", chain, 2e-3),
     "umma_product": (BLACKWELL, "sm_100a", umma(False), 1e-6),
     "umma_chain": (BLACKWELL, "sm_100a", umma(True), 2e-3),

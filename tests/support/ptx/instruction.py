@@ -69,7 +69,7 @@ class Instruction:
         self.is_move = self.parts[0] == "mov"
         self.source = None  # Python, once translated; "" if it has none
         if self.parts[0] == "bra":
-            self.reads, self.writes = set(), set()
+            self.reads, self.writes = {predicate} if predicate else set(), set()
             return
         has_result = bool(args) and not isinstance(args[0], Address) and not self.starts(*NO_RESULT)
         self.writes = registers_in(args[0]) if has_result else set()

@@ -84,6 +84,11 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         own[...] = inside
 
 
+def load(name, arch, modules=None, order="late"):
+    """In place of `cula.ops.cute.loader.load`: the host side of a backend then runs on CPU tensors."""
+    return functools.partial(simulate, compiled(name, arch, modules), order=order)
+
+
 @functools.lru_cache(maxsize=64)
 def parsed_host(text):
     return Host(text)

@@ -114,7 +114,7 @@ def integer(R, program, i):
         return f"copy({R(A[0], view)},mul({R(A[1], view)},{R(A[2], view)})+{R(A[3], view)})"
     if name not in INTEGER_BINARY or len(A) != 3:
         raise unsupported(i)
-    return f"{INTEGER_BINARY[name]}({R(A[1], view)},{R(A[2], view)},{R(A[0], view)})"
+    return f"{INTEGER_BINARY[name]}({R(A[1], view)},{R(A[2], view)},out={R(A[0], view)})"
 
 
 def bitwise(R, program, i):
