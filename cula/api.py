@@ -245,6 +245,11 @@ def cula_lightning(
         _check_values(x, state_pool, initial_state_indices, lambda: contract.check_lightning_values(x, who), who)
         _refuse_unknown(who, kwargs, choose("lightning_fwd", problem, backend))
         if state_pool is not None and initial_state_indices is not None:
+            if not output_final_state:
+                pool = (state_pool, initial_state_indices, has_initial_state)
+                in_place = operators.lightning_into_pool(problem, x, backend, *pool, out)
+                if in_place is not None:
+                    return in_place, None
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
         o, final_state = operators.lightning(problem, x, backend, out)
     if state_pool is not None and initial_state_indices is not None:
@@ -330,12 +335,14 @@ def cula_decode(
     """
     who = "cula_decode"
     tensors = (q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
-    seen = None
+    words: Any = None
     if not (kwargs or torch.compiler.is_compiling()):
         scale = scale if scale is None else float(scale)
-        words = (mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel)
-        seen = plans.signature(tensors, (*words, allow_neg_eigval, null_index, commit, state_layout, backend))
-        plan = _decode_plans.find(seen)
+        words = (
+            mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, null_index, commit, state_layout, backend,
+        )  # fmt: skip
+        plan = _decode_plans.find(tensors, words)
         if plan is not None and (o := plan(tensors)) is not None:
             return o, state
     x = DecodeInputs(*tensors)
@@ -368,8 +375,8 @@ def cula_decode(
         contract.check_decode_values(rows, problem, who)
     _refuse_unknown(who, kwargs, choose("decode", problem, backend))
     o = operators.decode(problem, rows, backend)
-    if seen is not None:
-        _decode_plans.keep(seen, operators.decode_plan(problem, rows, x, backend))
+    if words is not None and q.is_cuda:
+        _decode_plans.keep(tensors, words, operators.decode_plan(problem, rows, x, backend))
     if out is not None:
         return out, state
     return o.view(v.shape) if is_packed else o, state

@@ -19,6 +19,7 @@ import torch
 
 from cula import settings
 from cula.contract import DecodeProblem, KdaProblem, LightningProblem
+from cula.ops.cute import loader
 
 logger = logging.getLogger("cula")
 
@@ -31,6 +32,7 @@ MODULE_OF = {
     "kda_map": "kda",
     "kda_state_grad": "kda",
     "lightning_fwd": "lightning",
+    "lightning_fwd_pool": "lightning",
     "lightning_bwd": "lightning",
     "lightning_map": "lightning",
     "lightning_state_grad": "lightning",
@@ -74,7 +76,7 @@ class Backend:
 
     def find(self, op: str) -> Callable[..., Any] | None:
         """The kernel of an operation that a backend may do without; None if it does."""
-        return getattr(importlib.import_module(f"{self.package}.{MODULE_OF[op]}"), op, None)
+        return _find(self.package, op)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ def _load(package: str, op: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"{package}.{MODULE_OF[op]}"), op)
 
 
+@functools.cache
+def _find(package: str, op: str) -> Callable[..., Any] | None:
+    module = f"{package}.{MODULE_OF[op]}"
+    return getattr(importlib.import_module(module), op, None) if importlib.util.find_spec(module) is not None else None
+
+
 # What each backend can do.
 
 
@@ -127,8 +135,35 @@ def _triton_why_not(op: str, problem: Problem) -> str | None:
     return None
 
 
+CUTE_LIGHTNING_HEAD_DIMS = (64, 128)
+
+
+def _cute_why_not(op: str, problem: Problem) -> str | None:
+    if op != "lightning_fwd":
+        return f"has no kernel for {op}"
+    if problem.sm != (9, 0):
+        where = f"the tensors are on {problem.device}" if problem.sm is None else f"this GPU has {problem.sm[0]}.{problem.sm[1]}"
+        return f"needs compute capability 9.0, and {where}"
+    if problem.dtype != torch.bfloat16:
+        return f"takes bfloat16, and this call has {str(problem.dtype).removeprefix('torch.')}"
+    if problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS:
+        return f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    if not problem.T or not problem.N:
+        return "takes at least one token"
+    return loader.missing("sm_90a")
+
+
 # Best first: the only ranking there is.
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        "cute",
+        "cula.ops.cute",
+        "hand-tuned kernels in CuTe DSL, Hopper",
+        _cute_why_not,
+        device="cuda",
+        requires=("tvm_ffi",),
+        install="pip install apache-tvm-ffi, and kernels: see docs/cute.md",
+    ),
     Backend(
         "triton",
         "cula.ops.triton",

@@ -97,6 +97,23 @@ def lightning(
         return _Lightning.apply(problem, fwd, select("lightning_bwd", problem, backend), *x)
 
 
+def lightning_into_pool(
+    problem: LightningProblem,
+    x: LightningInputs,
+    backend: str,
+    pool: Tensor,
+    indices: Tensor,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """o of a checked call whose states live in a pool, where the backend's kernel reads and writes its slots; else None."""
+    fwd_pool = choose("lightning_fwd", problem, backend).backend.find("lightning_fwd_pool")
+    if fwd_pool is None:
+        return None
+    with _on_device_of(x.q):
+        return fwd_pool(problem, x, pool, indices, has_initial_state, out)
+
+
 class _Lightning(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: LightningProblem, fwd: Any, bwd: Any, *x: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -99,7 +99,12 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
 
 
 def lightning_fwd_pool(
-    problem: LightningProblem, x: LightningInputs, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, out: Tensor | None
+    problem: LightningProblem,
+    x: LightningInputs,
+    pool: Tensor,
+    indices: Tensor,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | None:
     """Outputs; first states come from the slots and last states go there. None where the kernels do not take this pool."""
     if pool.stride(0) % 2 or pool.data_ptr() % (2 * pool.element_size()):
@@ -166,7 +171,12 @@ def _tokens(t: Tensor) -> Tensor:
     """[B, T, H, D] -> [B T, H, D], as TMA can address it; a copy only where it could not."""
     flat = t.flatten(0, 1)
     size = t.element_size()
-    if flat.data_ptr() % TMA_BYTES or flat.stride(0) * size % TMA_BYTES or flat.stride(1) * size % TMA_BYTES or flat.stride(2) != 1:
+    if (
+        flat.data_ptr() % TMA_BYTES
+        or flat.stride(0) * size % TMA_BYTES
+        or flat.stride(1) * size % TMA_BYTES
+        or flat.stride(2) != 1
+    ):
         return flat.clone(memory_format=torch.contiguous_format)
     return flat
 
