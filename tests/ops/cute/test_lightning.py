@@ -121,7 +121,7 @@ def test_every_kernel_and_cut_matches_the_recurrence(kernel, name):
     if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
     D = 64 if kernel == "d64" else 128
-    call = CASES[name]["call"].with_(dtype=torch.bfloat16, H=2, HV=4, K=D, V=D)
+    call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=2, HV=4, K=D, V=D)
     tensors = call.tensors("cuda")
     problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
     plan = lightning.cut(problem, kernel, CASES[name].get("per_seq", 1), NUM_SMS)
