@@ -78,7 +78,7 @@ def signature(tensors: Tensors) -> Hashable | None:
             return None
         if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
             return None
-        return tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+        return tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     except (AttributeError, TypeError):
         return None
 
