@@ -7,8 +7,9 @@ The life of a call: `contract` validates and describes it, `dispatch` chooses a 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cula import contract, operators, plans, settings
-from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
+from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, KdaProblem, LightningInputs, LightningProblem
 from cula.dispatch import Choice, Problem, choose
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
 
@@ -135,6 +136,18 @@ def cula_kda(
             backend=backend,
             **kwargs,
         )
+    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    around = (state_pool, initial_state_indices, has_initial_state, out)
+    words: Any = None
+    if not (kwargs or checkpoint_every or checkpoint_states is not None or torch.compiler.is_compiling()):
+        scale = scale if scale is None else float(scale)
+        words = (
+            scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, output_final_state, return_intermediate_states, disable_recompute, device, backend,
+        )  # fmt: skip
+        plan = _kda_plans.find((*x, *around), words)
+        if plan is not None:
+            return plan((*x, *around))
     uses_pool, keeps_checkpoints = state_pool is not None, checkpoint_states is not None
     options = KdaOptions(
         scale=scale,
@@ -148,7 +161,6 @@ def cula_kda(
         return_intermediate_states=return_intermediate_states or keeps_checkpoints,
         disable_recompute=disable_recompute,
     )
-    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     places: list[int] = []
     if torch.compiler.is_compiling():
         _refuse_under_compile(who, kwargs, out=out, checkpoint_states=checkpoint_states)
@@ -156,13 +168,18 @@ def cula_kda(
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
         o, final_state, states = torch.ops.cula.kda(*x, options.scale, options.lower_bound, options.flags(), backend)
     else:
+        given = x
         problem, x = contract.check_kda(x, options, who)
         contract.check_device_argument(device, q, who)
         contract.check_state_pool(problem, state_pool, initial_state_indices, has_initial_state, q.device, who)
         contract.check_out(out, v, problem, who)
         _check_values(x, state_pool, initial_state_indices, lambda: contract.check_kda_values(x, options, who), who)
         places = checkpoint_places(checkpoint_every, checkpoint_states, problem, x.cu_seqlens, who)
-        _refuse_unknown(who, kwargs, choose("kda_fwd", problem, backend))
+        choice = choose("kda_fwd", problem, backend)
+        _refuse_unknown(who, kwargs, choice)
+        if words is not None and not problem.needs_grad and _is_as_given(x, given):
+            run = functools.partial(_infer_kda, problem, choice, output_final_state, return_intermediate_states)
+            _kda_plans.keep((*given, *around), words, run)
         if state_pool is not None and initial_state_indices is not None:
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
         result = operators.kda(problem, x, backend, out)
@@ -173,6 +190,24 @@ def cula_kda(
         write_checkpoints(checkpoint_states, places, states, final_state)
     final_state = final_state if output_final_state else None
     return (o, final_state, states) if return_intermediate_states else (o, final_state)
+
+
+_kda_plans = plans.Plans()
+
+
+def _infer_kda(
+    problem: KdaProblem, choice: Choice, output_final_state: bool, with_states: bool, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Run a checked call that needs no gradient; tensors are `KdaInputs`, then the pool, its two vectors, and out."""
+    x, (pool, indices, has_initial_state, out) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
+    with operators.on_device_of(x.q):
+        if pool is not None and indices is not None:
+            x = x._replace(initial_state=read_pool(pool, indices, has_initial_state))
+        o, final_state, states, _ = choice.backend.load("kda_fwd")(problem, x, out)
+        if pool is not None and indices is not None:
+            write_pool(pool, indices, final_state)
+    final_state = final_state if output_final_state else None
+    return (o, final_state, states) if with_states else (o, final_state)
 
 
 def cula_lightning(
@@ -237,19 +272,52 @@ def cula_lightning(
         if state_pool is not None and initial_state_indices is not None:
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
         o, final_state = torch.ops.cula.lightning(*x, scale, wants_state, chunk_size, backend)
-    else:
-        problem, x = contract.check_lightning(x, scale=scale, output_final_state=wants_state, chunk_size=chunk_size, who=who)
-        contract.check_device_argument(device, Q, who)
-        contract.check_state_pool(problem, state_pool, initial_state_indices, has_initial_state, Q.device, who)
-        contract.check_out(out, V, problem, who)
-        _check_values(x, state_pool, initial_state_indices, lambda: contract.check_lightning_values(x, who), who)
-        _refuse_unknown(who, kwargs, choose("lightning_fwd", problem, backend))
         if state_pool is not None and initial_state_indices is not None:
-            x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
+            write_pool(state_pool, initial_state_indices, final_state)
+        return o, final_state if output_final_state else None
+
+    around = (state_pool, initial_state_indices, has_initial_state, out)
+    scale = scale if scale is None else float(scale)
+    words = (scale, output_final_state, chunk_size, device, backend)
+    plan = None if kwargs else _lightning_plans.find((*x, *around), words)
+    if plan is not None:
+        return plan((*x, *around))
+    given = x
+    problem, x = contract.check_lightning(x, scale=scale, output_final_state=wants_state, chunk_size=chunk_size, who=who)
+    contract.check_device_argument(device, Q, who)
+    contract.check_state_pool(problem, state_pool, initial_state_indices, has_initial_state, Q.device, who)
+    contract.check_out(out, V, problem, who)
+    _check_values(x, state_pool, initial_state_indices, lambda: contract.check_lightning_values(x, who), who)
+    choice = choose("lightning_fwd", problem, backend)
+    _refuse_unknown(who, kwargs, choice)
+    if problem.needs_grad:
         o, final_state = operators.lightning(problem, x, backend, out)
-    if state_pool is not None and initial_state_indices is not None:
-        write_pool(state_pool, initial_state_indices, final_state)
-    return o, final_state if output_final_state else None
+        return o, final_state if output_final_state else None
+    run = functools.partial(_infer_lightning, problem, choice, output_final_state)
+    if not kwargs and _is_as_given(x, given):
+        _lightning_plans.keep((*given, *around), words, run)
+    return run((*x, *around))
+
+
+_lightning_plans = plans.Plans()
+
+
+def _infer_lightning(
+    problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Run a checked call that needs no gradient; tensors are `LightningInputs`, then the pool, its two vectors, and out."""
+    x, (pool, indices, has_initial_state, out) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
+    with operators.on_device_of(x.q):
+        if pool is None or indices is None:
+            o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)
+            return o, final_state if output_final_state else None
+        in_place = None if output_final_state else choice.backend.find("lightning_fwd_pool")
+        if in_place is not None and (o := in_place(problem, x, pool, indices, has_initial_state, out)) is not None:
+            return o, None
+        x = x._replace(initial_state=read_pool(pool, indices, has_initial_state))
+        o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)
+        write_pool(pool, indices, final_state)
+        return o, final_state if output_final_state else None
 
 
 _decode_plans = plans.Plans()
@@ -330,12 +398,14 @@ def cula_decode(
     """
     who = "cula_decode"
     tensors = (q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
-    seen = None
+    words: Any = None
     if not (kwargs or torch.compiler.is_compiling()):
         scale = scale if scale is None else float(scale)
-        words = (mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel)
-        seen = plans.signature(tensors, (*words, allow_neg_eigval, null_index, commit, state_layout, backend))
-        plan = _decode_plans.find(seen)
+        words = (
+            mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, null_index, commit, state_layout, backend,
+        )  # fmt: skip
+        plan = _decode_plans.find(tensors, words)
         if plan is not None and (o := plan(tensors)) is not None:
             return o, state
     x = DecodeInputs(*tensors)
@@ -368,8 +438,8 @@ def cula_decode(
         contract.check_decode_values(rows, problem, who)
     _refuse_unknown(who, kwargs, choose("decode", problem, backend))
     o = operators.decode(problem, rows, backend)
-    if seen is not None:
-        _decode_plans.keep(seen, operators.decode_plan(problem, rows, x, backend))
+    if words is not None and q.is_cuda:
+        _decode_plans.keep(tensors, words, operators.decode_plan(problem, rows, x, backend))
     if out is not None:
         return out, state
     return o.view(v.shape) if is_packed else o, state
@@ -446,6 +516,11 @@ def _check_values(
         return
     if state_pool is not None and indices is not None:
         contract.check_state_pool_values(state_pool, indices, who)
+
+
+def _is_as_given(x: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> bool:
+    """Whether the contract left every tensor as it came, so that a plan may take those of the next call as they come."""
+    return all(a is b for a, b in zip(x, given))
 
 
 def _refuse_unknown(who: str, kwargs: dict[str, Any], choice: Choice) -> None:

@@ -43,7 +43,7 @@ from cula.ops import KdaForward, Plan
 # Eager
 
 
-def _on_device_of(t: Tensor) -> contextlib.AbstractContextManager[None]:
+def on_device_of(t: Tensor) -> contextlib.AbstractContextManager[None]:
     """Kernels launch on the current device, so make it that of the tensors. (Autograd does so by itself.)"""
     if t.is_cuda and t.device.index != torch.cuda.current_device():
         return torch.cuda.device(t.device)
@@ -55,11 +55,11 @@ def kda(problem: KdaProblem, x: KdaInputs, backend: str = "auto", out: Tensor | 
     forward = choose("kda_fwd", problem, backend)
     fwd = forward.backend.load("kda_fwd")
     if not problem.needs_grad:
-        with _on_device_of(x.q):
+        with on_device_of(x.q):
             return fwd(problem, x, out)
     backward = choose("kda_bwd", problem, backend)
     shares_saved = backward.name == forward.name
-    with _on_device_of(x.q):
+    with on_device_of(x.q):
         o, final_state = _Kda.apply(problem, fwd, backward.backend.load("kda_bwd"), shares_saved, *x)
     return KdaForward(o, final_state, None)
 
@@ -91,7 +91,7 @@ def lightning(
 ) -> tuple[Tensor, Tensor | None]:
     """Run a checked Lightning call. Differentiable in q, k, v and initial_state, and through the final state."""
     fwd = select("lightning_fwd", problem, backend)
-    with _on_device_of(x.q):
+    with on_device_of(x.q):
         if not problem.needs_grad:
             return fwd(problem, x, out)
         return _Lightning.apply(problem, fwd, select("lightning_bwd", problem, backend), *x)
@@ -117,7 +117,7 @@ class _Lightning(torch.autograd.Function):
 
 def decode(problem: DecodeProblem, x: DecodeInputs, backend: str = "auto") -> Tensor:
     """Run a checked decode call: o [N, T, HV, V]; writes x.state, x.intermediate_states and x.out in place."""
-    with _on_device_of(x.q):
+    with on_device_of(x.q):
         return select("decode", problem, backend)(problem, x)
 
 
@@ -126,7 +126,7 @@ def decode_plan(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs, ba
     make = choose("decode", problem, backend).backend.find("decode_again")
     if make is None:
         return None
-    with _on_device_of(x.q):
+    with on_device_of(x.q):
         return make(problem, x, given)
 
 
@@ -159,7 +159,7 @@ def kda_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = KdaOptions.from_flags(flags, scale=scale, lower_bound=lower_bound)
     problem, x = check_kda(KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), options)
-    with _on_device_of(q):
+    with on_device_of(q):
         result = select("kda_fwd", problem, backend)(problem, x)
     return result.o, _or_empty(result.final_state, q), _or_empty(result.states, q)
 
@@ -249,7 +249,7 @@ def lightning_op(
         output_final_state=output_final_state,
         chunk_size=chunk_size,
     )
-    with _on_device_of(q):
+    with on_device_of(q):
         o, final_state = select("lightning_fwd", problem, backend)(problem, x)
     return o, _or_empty(final_state, q)
 

@@ -2,8 +2,8 @@
 """What is remembered of a call, so that the same call again costs the host a few microseconds.
 
 Whether a call is valid, which backend takes it and how its kernel is launched follow from its *signature*: type, shape,
-strides, dtype and device of every tensor, and every argument that is no tensor. A call whose signature has been seen runs
-its plan; any other goes the long way (contract, dispatch, operator) and leaves a plan.
+strides, dtype and device of every tensor, and every argument that is no tensor (its *words*). A call whose signature has
+been seen runs its plan; any other goes the long way (contract, dispatch, operator) and leaves a plan.
 
 What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long
 way. In a plan: addresses, streams, the current device; a plan that does not fit these returns None, and the call goes the
@@ -13,6 +13,7 @@ long way. On a CPU there are no plans: offsets and slots are checked there on ev
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from torch import Tensor
 from cula import settings
 from cula.ops import Plan
 
+# What torch.compile asks of tensors before it runs compiled code: one call for all of them. Not public, so perhaps not there.
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
 CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
+
+LATEST = 4  # plans compared with before a signature is written down
+
+Tensors = Sequence[Tensor | None]
 
 
 class Plans:
@@ -29,29 +37,69 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
+        # By words alone, the plans that were last found for them, newest first: most calls repeat one of those before, and
+        # to compare tensors with those of a plan is several times as fast as to write their signature down.
+        self._latest: dict[Hashable, tuple[tuple[_Likeness, Plan], ...]] = {}
 
-    def find(self, signature: Hashable | None) -> Plan | None:
-        return None if signature is None else self._plans.get(signature)
+    def find(self, tensors: Tensors, words: Hashable) -> Plan | None:
+        if settings.check_values():
+            return None
+        for likeness, plan in self._latest.get(words, ()):
+            if likeness.holds(tensors):
+                return plan
+        found = self._plans.get((signature(tensors), words))
+        if found is not None:
+            self._remember(tensors, words, found)
+        return found
 
-    def keep(self, signature: Hashable | None, plan: Plan | None) -> None:
-        if signature is None or plan is None:
+    def keep(self, tensors: Tensors, words: Hashable, plan: Plan | None) -> None:
+        """Use `plan` for calls like this one, which went the long way; nothing is kept for a call that may have none."""
+        seen = signature(tensors)
+        if seen is None or plan is None or settings.check_values():
             return
         if len(self._plans) >= CAPACITY:
             self._plans.clear()
-        self._plans[signature] = plan
+            self._latest.clear()
+        self._plans[seen, words] = plan
+        self._remember(tensors, words, plan)
+
+    def _remember(self, tensors: Tensors, words: Hashable, plan: Plan) -> None:
+        if TensorGuards is not None:
+            self._latest[words] = ((_Likeness(tensors), plan), *self._latest.get(words, ())[: LATEST - 1])
 
 
-def signature(tensors: Sequence[Tensor | None], words: tuple[Any, ...]) -> Hashable | None:
-    """What a plan is found by; None for a call that goes the long way whatever was seen before.
+def signature(tensors: Tensors) -> Hashable | None:
+    """What tensors have in common with those of a call like theirs; None if such a call has no plan.
 
     Cheap rather than general: what is no CUDA tensor where one belongs is left to the contract to complain about.
     """
     try:
-        if not tensors[0].is_cuda or settings.check_values():  # type: ignore[union-attr]
+        if not tensors[0].is_cuda:  # type: ignore[union-attr]
             return None
         if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
             return None
-        found = tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+        return tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     except (AttributeError, TypeError):
         return None
-    return found, words
+
+
+class _Likeness:
+    """Whether other tensors have the signature of these."""
+
+    def __init__(self, tensors: Tensors):
+        given = [i for i, t in enumerate(tensors) if t is not None]
+        absent = [i for i, t in enumerate(tensors) if t is None]
+        # An itemgetter of one place would return what is there instead of a tuple of it: hence the absent ones twice.
+        self._given, self._absent = itemgetter(*given), itemgetter(*absent, *absent) if absent else _nowhere
+        self._nothing = self._absent(tensors)
+        present = self._given(tensors)
+        sizes, strides = [list(t.shape) for t in present], [list(t.stride()) for t in present]
+        self._check = TensorGuards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def holds(self, tensors: Tensors) -> bool:
+        # `is`, because to compare a tensor with None takes it microseconds
+        return all(map(is_, self._absent(tensors), self._nothing)) and self._check(*self._given(tensors))
+
+
+def _nowhere(_: Tensors) -> tuple[()]:
+    return ()

@@ -12,6 +12,8 @@ be anything), offsets are int32.
 |                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
 |                | `kda_state_grad(problem, x, do, dht=None)`       | `d_initial_state` and nothing else              |
 | `lightning.py` | `lightning_fwd(problem, x, out=None)`            | `(o, final_state or None)`                      |
+|                | `lightning_fwd_pool(problem, x, pool, indices,   | o; states come from a pool's slots and go       |
+|                | has_initial_state, out)` (optional)              | there. None: not this pool                      |
 |                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |
 |                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
 |                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |

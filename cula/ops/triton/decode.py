@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One to eight tokens a row on a pool of states: KDA and Lightning decode in Triton, one launch.
 
-One program owns a tile [BV, BK] of the state S [V, K] of one (row, value head): it reads the tile once, keeps it in fp32
-registers over the row's tokens, and writes it once (once a token where each draft token's state is kept). K is not cut.
+One program owns a tile [BV, K] of the state S [V, K] of one (row, value head): it reads the tile once, keeps it in fp32
+registers over the row's tokens, and writes it once (once a token where each draft token's state is kept). The tile is held
+as [BR, NC, NR, BC]: key channels are NC pieces of BC, rows NR groups of BR. Lanes lie along BR and BC, the rest is in a
+thread's registers. With several tokens a row, BC is 128 bytes: a sum over K then takes three shuffles, not five, and of a
+quarter as many values. Vectors over K are loaded as [BR, NC, 1, BC], which costs loads that hit the L1, so that each lane has
+its channels without an exchange.
 
 KDA, a token:         S <- S diag(exp g);   u = beta (v - S k);   o = scale (S q + u (k . q));   S <- S + u k^T
 Lightning, a token:   S <- exp(-s) S;       u = v;                o and S as above
@@ -59,6 +63,38 @@ def _store_tile(p, b_s, m_s, IS_WHOLE: tl.constexpr):
         tl.store(p, b_s.to(p.dtype.element_ty), mask=m_s)
 
 
+# The tile S is [BV, BC] or cut, [BR, NC, NR, BC]; accordingly a vector over K is [BC] or [BR, NC, 1, BC], and what there is
+# one of for each row [BV] or [BR, NR].
+
+
+@triton.jit
+def _sum(b_x):
+    """Over K. Pieces first, which are in registers."""
+    if len(b_x.shape) == 1:
+        return tl.sum(b_x, axis=0)
+    elif len(b_x.shape) == 2:
+        return tl.sum(b_x, axis=1)
+    else:
+        return tl.sum(tl.sum(b_x, axis=1), axis=2)
+
+
+@triton.jit
+def _across(b_x):
+    """A vector over K, to meet S."""
+    return b_x[None, :] if len(b_x.shape) == 1 else b_x
+
+
+@triton.jit
+def _down(b_x):
+    """What there is one of for each row, or a sum over K of a vector, to meet S or a vector."""
+    if len(b_x.shape) == 0:
+        return b_x
+    elif len(b_x.shape) == 1:
+        return b_x[:, None]
+    else:
+        return b_x[:, None, :, None]
+
+
 @triton.jit
 def _exp(x):
     return tl.exp2(x * LOG2_E)
@@ -113,8 +149,11 @@ def decode_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    NC: tl.constexpr,
+    NR: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    PER_LANE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_SCALAR_GATE: tl.constexpr,
     HAS_TOKEN_INDICES: tl.constexpr,
@@ -126,16 +165,25 @@ def decode_kernel(
     STATE_IS_KV: tl.constexpr,
 ):
     """One (row, value head, V block). `decay` given: Lightning; otherwise KDA."""
+    BV: tl.constexpr = NR * BR
     NV: tl.constexpr = (V + BV - 1) // BV
-    IS_WHOLE: tl.constexpr = (BK == K) and (V % BV == 0)
+    IS_WHOLE: tl.constexpr = (NC * BC == K) and (V % BV == 0)
     i_v, i_nh = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_h = i_nh % HV
     i_n = (i_nh // HV).to(tl.int64)
     i_qk = i_h // (HV // H)
 
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    if NC * BR > 1:
+        # The same numbers as arange's, but the compiler sees no more than PER_LANE in a row and gives a lane no more.
+        o_c = tl.arange(0, BC) // PER_LANE * PER_LANE + tl.arange(0, BC) % PER_LANE
+        o_k = tl.arange(0, NC)[None, :, None, None] * BC + o_c[None, None, None, :]
+        o_k = tl.broadcast_to(o_k, [BR, NC, 1, BC])
+        o_v = i_v * BV + tl.arange(0, NR)[None, :] * BR + tl.arange(0, BR)[:, None]  # [BR, NR]
+    else:
+        o_k = tl.arange(0, BC)
+        o_v = i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    m_s = m_v[:, None] & m_k[None, :]
+    m_s = _down(m_v) & _across(m_k)
     p_o = o + i_n * o_strides[0] + i_h * o_strides[2] + o_v * o_strides[3]
 
     num_accepted = 0
@@ -151,19 +199,19 @@ def decode_kernel(
             slot = tl.load(p_index).to(tl.int64)
         if _is_null(slot, NULL_IS_NONPOSITIVE):
             for i_t in range(T):
-                tl.store(p_o + i_t * o_strides[1], tl.zeros([BV], dtype=o.dtype.element_ty), mask=m_v)
+                tl.store(p_o + i_t * o_strides[1], tl.zeros(o_v.shape, dtype=o.dtype.element_ty), mask=m_v)
             return
 
     # A slot is contiguous, [V, K] or [K, V]; the kept states may lie anyhow.
-    o_s = (o_v[:, None] + o_k[None, :] * V) if STATE_IS_KV else (o_v[:, None] * K + o_k[None, :])
+    o_s = (_down(o_v) + _across(o_k) * V) if STATE_IS_KV else (_down(o_v) * K + _across(o_k))
     pool += i_h * (V * K)
     if kept is None:
         b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE)
     else:
         if STATE_IS_KV:
-            o_kept = o_v[:, None] * kept_strides[4] + o_k[None, :] * kept_strides[3]
+            o_kept = _down(o_v) * kept_strides[4] + _across(o_k) * kept_strides[3]
         else:
-            o_kept = o_v[:, None] * kept_strides[3] + o_k[None, :] * kept_strides[4]
+            o_kept = _down(o_v) * kept_strides[3] + _across(o_k) * kept_strides[4]
         kept += i_n * kept_strides[0] + i_h.to(tl.int64) * kept_strides[2]
         if num_accepted > 0:
             b_s = _load_tile(kept + tl.cast(num_accepted - 1, tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE)
@@ -178,13 +226,13 @@ def decode_kernel(
         b_k = tl.load(p_k + i_t * k_strides[1], mask=m_k, other=0.0).to(tl.float32)
         b_u = tl.load(p_v + i_t * v_strides[1], mask=m_v, other=0.0).to(tl.float32)
         if USE_L2_NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + L2_NORM_EPS)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + L2_NORM_EPS)
+            b_q *= _down(tl.rsqrt(_sum(b_q * b_q) + L2_NORM_EPS))
+            b_k *= _down(tl.rsqrt(_sum(b_k * b_k) + L2_NORM_EPS))
         b_q *= scale
-        b_kq = tl.sum(b_k * b_q, axis=0)
+        b_kq = _sum(b_k * b_q)
         if decay is not None:
             b_s *= _exp(-tl.load(decay + i_h * decay_stride))
-            b_o = tl.sum(b_s * b_q[None, :], axis=1)
+            b_o = _sum(b_s * _across(b_q))
         else:
             p_g = g + i_n * g_strides[0] + i_t * g_strides[1] + i_h * g_strides[2]
             if HAS_SCALAR_GATE:
@@ -196,13 +244,13 @@ def decode_kernel(
                 b_bias = 0.0
                 if dt_bias is not None:
                     b_bias = tl.load(dt_bias + i_h * bias_strides[0] + o_k * bias_strides[1], mask=m_k, other=0.0)
-                b_s *= _exp(_log_decay(b_g, A_log, b_bias, i_h, lower_bound, A_stride, GATE))[None, :]
+                b_s *= _across(_exp(_log_decay(b_g, A_log, b_bias, i_h, lower_bound, A_stride, GATE)))
             b_beta = tl.load(beta + i_n * beta_strides[0] + i_t * beta_strides[1] + i_h * beta_strides[2]).to(tl.float32)
             if USE_BETA_SIGMOID:
                 b_beta = BETA_MAX * tl.sigmoid(b_beta)
-            b_u = b_beta * (b_u - tl.sum(b_s * b_k[None, :], axis=1))
-            b_o = tl.sum(b_s * b_q[None, :], axis=1)
-        b_s += b_u[:, None] * b_k[None, :]
+            b_u = b_beta * (b_u - _sum(b_s * _across(b_k)))
+            b_o = _sum(b_s * _across(b_q))
+        b_s += _down(b_u) * _across(b_k)
         b_o += b_u * b_kq
         tl.store(p_o + i_t * o_strides[1], b_o.to(o.dtype.element_ty), mask=m_v)
         if kept is not None:
@@ -224,7 +272,8 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     H200, K = V = 128, H = 32, us at N = 1 / 64 / 256. KDA: 16 rows and 1 warp 3.2 / 69 / 267, 8 and 1 3.4 / 70 / 270,
     32 and 4 3.8 / 78 / 295. Lightning: 8 and 1 2.8 / 69 / 268, 16 and 1 3.0 / 69 / 268, 32 and 4 3.3 / 72 / 274.
     In the layout [K, V] a row of the tile is a column of BV channels, and more of them ask less of the memory: 64 and 4
-    3.4 / 71 / 271, 32 and 1 3.2 / 75 / 289.
+    3.4 / 71 / 271, 32 and 1 3.2 / 75 / 289. All with the tile uncut, which several tokens a row in the layout [V, K] do
+    not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code; times are not measured yet).
     """
     if problem.options.state_is_kv:
         BV, num_warps = (64, 4) if problem.N * problem.HV >= 1024 else (32, 1)
@@ -247,6 +296,9 @@ def _arguments(problem: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int,
     BK = 1 << (problem.K - 1).bit_length()
     BV, num_warps = _tiles(problem, BK)
     grid = problem.N * problem.HV * -(-problem.V // BV)
+    BR, BC = 1, BK
+    if T > 1 and not options.state_is_kv:
+        BR, BC = min(4, BV), min(BK, 128 // x.state.element_size())
     tensors = (
         x.q,
         x.k,
@@ -283,8 +335,11 @@ def _arguments(problem: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int,
         HV=problem.HV,
         K=problem.K,
         V=problem.V,
-        BK=BK,
-        BV=BV,
+        NC=BK // BC,
+        NR=BV // BR,
+        BR=BR,
+        BC=BC,
+        PER_LANE=16 // x.state.element_size(),
         GATE=problem.gate,
         HAS_SCALAR_GATE=problem.has_scalar_gate,
         HAS_TOKEN_INDICES=problem.has_token_indices,

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -30,18 +32,37 @@ class Launch:
     def __init__(self, kernel: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequence[Any], **options: Any):
         compiled = kernel.warmup(*tensors, *rest, grid=(grid,), **options)
         self.device: int = driver.active.get_current_device()
-        self._run = compiled.run  # loads the module, so that `function` is there
-        self._before = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._grid, self._rest = grid, tuple(rest)
-        self._current_device, self._stream_of = driver.active.get_current_device, driver.active.get_current_stream
+        self._stream_of = driver.active.get_current_stream
+        self._rest = tuple(rest)
+        run = compiled.run  # loads the module, so that `function` is there
+        after_stream = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._run, self._before, self._after = _unwrapped(run, (grid, 1, 1), after_stream, (*tensors, *rest))
 
     def fits(self) -> bool:
         """Whether a launch may happen now: on the kernel's device, and with no profiler that wants to hear of it."""
-        return self._current_device() == self.device and not _is_hooked()
+        return torch.accelerator.current_device_index() == self.device and not _is_hooked()
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream. Addresses stand in the order of the tensors, 0 for None."""
-        self._run(self._grid, 1, 1, self._stream_of(self.device), *self._before, *addresses, *self._rest)
+        self._run(*self._before, self._stream_of(self.device), *self._after, *addresses, *self._rest)
+
+
+def _unwrapped(run: Any, grid: tuple[int, int, int], after_stream: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """The C function behind a kernel's launcher, and what that passes to it before the stream and after it.
+
+    The launcher is Python and costs two microseconds; what it adds differs between releases. So one that only records is
+    asked once. Where there is no such function, or it needs scratch memory for each launch, the launcher itself.
+    """
+    passed: list[tuple[Any, ...]] = []
+    if hasattr(run, "launch"):
+        recorder = copy.copy(run)
+        recorder.launch = lambda *all: passed.append(all)
+        stream = object()
+        recorder(*grid, stream, *after_stream, *arguments)
+        before_arguments = passed[0][: len(passed[0]) - len(arguments)]
+        if not any(isinstance(x, Tensor) for x in before_arguments) and before_arguments[3] is stream:
+            return run.launch, before_arguments[:3], before_arguments[4:]
+    return run, grid, after_stream
 
 
 def _is_hooked() -> bool:

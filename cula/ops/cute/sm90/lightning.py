@@ -283,9 +283,7 @@ class LightningSm90:
                 is_v = i == 1
                 rows = g[None, None, head if is_v else head // sizes[5]]
                 width = self.channels if is_v else self.cfg.K
-                tiles = cute.local_tile(
-                    cute.domain_offset((begin + start, 0), rows), (C, width), (None, block_v if is_v else 0)
-                )
+                tiles = cute.local_tile(cute.domain_offset((begin + start, 0), rows), (C, width), (None, block_v if is_v else 0))
                 parts.append((atom, *tma_split(atom, s, tiles)))
             for chunk in cutlass.range((tokens + C - 1) // C, unroll=1):
                 slot = producer.acquire_and_advance()
@@ -625,4 +623,6 @@ def variants() -> Iterator[Variant]:
             cfg = replace(config, state=dtype)
             yield Variant(f"lightning_{name}_{states}", LightningSm90(cfg), _arguments(cfg), uses=walk)
             ends = LightningSm90(cfg, only_ends=True)
-            yield Variant(f"lightning_ends_{name}_{states}", ends, _arguments(cfg), uses=("wgmma", "tma_load", "ldmatrix", "setmaxnreg"))
+            yield Variant(
+                f"lightning_ends_{name}_{states}", ends, _arguments(cfg), uses=("wgmma", "tma_load", "ldmatrix", "setmaxnreg")
+            )

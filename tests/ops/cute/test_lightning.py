@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and every cut's numbers on a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import cula
+from cula import reference
+from cula.contract import LightningInputs, LightningProblem, check_lightning
+from cula.dispatch import choose
+from cula.ops.cute import lightning, loader
+from cula.reference import relative_error
+from tests.support.calls import TOLERANCE, LightningCall
+
+HOPPER = LightningProblem(
+    device="cuda",
+    sm=(9, 0),
+    dtype=torch.bfloat16,
+    B=1,
+    T=8192,
+    N=1,
+    H=64,
+    HV=64,
+    K=128,
+    V=128,
+    is_packed=False,
+    has_initial_state=True,
+    output_final_state=True,
+    needs_grad=False,
+    scale=1.0,
+    chunk_size=64,
+)
+NUM_SMS = 132
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"K": 64, "V": 64}, None),
+        ({"needs_grad": True}, None),
+        ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
+        ({"K": 64}, "takes head dims K = V of"),
+        ({"K": 256, "V": 256}, "takes head dims K = V of"),
+        ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
+        ({"T": 0}, "at least one token"),
+    ],
+    ids=str,
+)
+def test_what_the_backend_takes(with_kernels, change, reason):
+    choice = choose("lightning_fwd", dataclasses.replace(HOPPER, **change))
+    if reason is None:
+        assert choice.name == "cute_sm90"
+    else:
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+def test_gradients_are_another_backends(with_kernels):
+    choice = choose("lightning_bwd", dataclasses.replace(HOPPER, needs_grad=True))
+    assert choice.name == "triton"
+    assert dict(choice.passed_over)["cute_sm90"] == "has no kernel for lightning_bwd"
+
+
+def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(loader, "missing", lambda arch: f"no kernels for {arch}: compile them")
+    assert dict(choose("lightning_fwd", HOPPER).passed_over)["cute_sm90"] == "no kernels for sm_90a: compile them"
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])
+@pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_plan_covers_every_token(T, N, HV, is_packed, D):
+    problem = dataclasses.replace(HOPPER, B=1 if is_packed else N, T=T, N=N, H=HV, HV=HV, K=D, V=D, is_packed=is_packed)
+    plan = lightning.plan(problem, NUM_SMS)
+    assert plan.segment % lightning.CHUNK == 0
+    assert 1 <= plan.num_blocks <= NUM_SMS
+    if not plan.segment:
+        assert plan.num_ids == N
+    elif is_packed:
+        assert plan.num_ids == T // plan.segment + N  # what `locate` counts on
+    else:
+        assert (plan.per_seq - 1) * plan.segment < T <= plan.per_seq * plan.segment
+        assert plan.num_ids == N * plan.per_seq
+
+
+def test_few_long_sequences_are_cut_and_many_are_not():
+    def plan(**change):
+        return lightning.plan(dataclasses.replace(HOPPER, **change), NUM_SMS)
+
+    assert plan(T=131072, H=8, HV=8).segment
+    assert not plan(B=2, N=2, T=16384).segment
+    assert not plan(B=64, N=64, T=1024).segment
+
+
+CASES = {
+    "whole": dict(call=LightningCall(T=200, B=2)),
+    "one token": dict(call=LightningCall(T=1)),
+    "packed": dict(call=LightningCall(lens=(70, 0, 5, 128, 64))),
+    "no state": dict(call=LightningCall(lens=(70, 5), initial_state=False)),
+    "strong decay": dict(call=LightningCall(T=300, decay=20.0), per_seq=3),
+    "no decay": dict(call=LightningCall(T=300, decay=0.0), per_seq=3),
+    "cut": dict(call=LightningCall(T=500, B=2), per_seq=4),
+    "packed, cut": dict(call=LightningCall(lens=(700, 0, 5, 128, 64, 33)), per_seq=3),
+    "packed, cut, no state": dict(call=LightningCall(lens=(700, 5, 128), initial_state=False), per_seq=4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", ["d128", "d128_half", "d64"])
+def test_every_kernel_and_cut_matches_the_recurrence(kernel, name):
+    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+    D = 64 if kernel == "d64" else 128
+    call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=2, HV=4, K=D, V=D)
+    tensors = call.tensors("cuda")
+    problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
+    plan = lightning.cut(problem, kernel, CASES[name].get("per_seq", 1), NUM_SMS)
+    state = torch.full((problem.N, problem.HV, D, D), float("nan"), device="cuda")
+    out = torch.full_like(x.v, float("nan"))
+    o = lightning.run(problem, x, plan, x.initial_state, state, out=out)
+    want_o, want_state = reference.lightning(**tensors)
+    assert o is out
+    assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
+    assert relative_error(state, want_state) < TOLERANCE[torch.bfloat16]
+    again = lightning.run(problem, x, plan, x.initial_state, torch.empty_like(state))
+    assert torch.equal(o, again), "two runs give the same bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_seq", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(per_seq, dtype, monkeypatch):
+    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", per_seq, NUM_SMS))
+    call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=2, HV=4, K=128, V=128, initial_state=False)
+    t = call.tensors("cuda")
+    slots = torch.tensor([6, -1, 2, 0, 4], device="cuda")
+    fresh = torch.tensor([True, True, True, True, False], device="cuda")
+    pool = torch.randn(8, 4, 128, 128, device="cuda").to(dtype)
+    pool[[1, 3, 5, 7]] = float("nan")
+    before = pool.clone()
+    o, state = cula.cula_lightning(
+        t["q"], t["k"], t["v"], t["decay"], cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots,
+        has_initial_state=fresh, backend="cute_sm90",
+    )  # fmt: skip
+    assert state is None
+    first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
+    want_o, want_state = reference.lightning(**{**t, "initial_state": first})
+    assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
+    live = slots >= 0
+    assert relative_error(pool[slots[live]], want_state[live]) < TOLERANCE[torch.bfloat16]
+    unlisted = [1, 3, 5, 7]
+    assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_strided_packed_projection_is_read_as_it_lies():
+    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+    B, T, H, D = 2, 150, 2, 128
+    mixed = torch.randn(B, T, 3 * H * D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
+    decay = torch.tensor([0.1, 0.5], device="cuda")
+    o, _ = cula.cula_lightning(q, k, v, decay, backend="cute_sm90")
+    want, _ = reference.lightning(q, k, v, decay)
+    assert relative_error(o, want) < TOLERANCE[torch.bfloat16]

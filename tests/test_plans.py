@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: a call seen before takes a short cut, any other and every bad one does not."""
+
+import pytest
+import torch
+
+import cula
+from cula import plans
+from tests.support.calls import KdaCall
+
+
+def tensors():
+    return torch.randn(3, 4), None, torch.randn(4)
+
+
+CHANGES = {
+    "shape": lambda a, b, c: (a[:2], b, c),
+    "strides": lambda a, b, c: (a.t().contiguous().t(), b, c),
+    "dtype": lambda a, b, c: (a.double(), b, c),
+    "device": lambda a, b, c: (a, b, c.to("meta")),
+    "one more": lambda a, b, c: (a, c, c),
+    "one less": lambda a, b, c: (a, b, None),
+    "another place": lambda a, b, c: (a, c, None),
+    "no tensor": lambda a, b, c: (a, b, [1.0] * 4),
+    "gradient": lambda a, b, c: (a.requires_grad_(), b, c),
+}
+
+
+@pytest.mark.skipif(plans.TensorGuards is None, reason="this torch has no TensorGuards")
+@pytest.mark.parametrize("change", CHANGES)
+def test_likeness_is_lost_with_any_change(change):
+    like = plans._Likeness(tensors())
+    assert like.holds(tensors())
+    assert not like.holds(CHANGES[change](*tensors()))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Plans for CPU tensors, which have none otherwise."""
+    real = plans.signature
+
+    def signature(given):
+        try:
+            return real([AsCuda(given[0]), *given[1:]])
+        except AttributeError:
+            return None
+
+    class AsCuda:
+        is_cuda = True
+
+        def __init__(self, t):
+            self.t = t
+
+        def __getattr__(self, name):
+            return getattr(self.t, name)
+
+    monkeypatch.setattr(plans, "signature", signature)
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_found_for_the_same_signature_only(on_cpu, monkeypatch, change, guards):
+    if not guards:
+        monkeypatch.setattr(plans, "TensorGuards", None)
+    known, plan = plans.Plans(), lambda t: t
+    known.keep(tensors(), ("word", None), plan)
+    assert known.find(tensors(), ("word", None)) is plan
+    assert known.find(tensors(), ("word", 1)) is None
+    assert known.find(CHANGES[change](*tensors()), ("word", None)) is None
+
+
+def test_many_shapes_share_their_words(on_cpu):
+    known = plans.Plans()
+    found = {n: (lambda t, n=n: n) for n in range(1, 20)}
+    for n, plan in found.items():
+        known.keep((torch.empty(n, 2), torch.empty(n)), "words", plan)
+    for n, plan in found.items():
+        assert known.find((torch.empty(n, 2), torch.empty(n)), "words") is plan
+    assert known.find((torch.empty(20, 2), torch.empty(20)), "words") is None
+
+
+def test_a_full_memory_starts_over(on_cpu, monkeypatch):
+    monkeypatch.setattr(plans, "CAPACITY", 3)
+    known = plans.Plans()
+    for n in range(4):
+        known.keep((torch.empty(n, 2), torch.empty(n)), "words", lambda t: t)
+    assert known.find((torch.empty(3, 2), torch.empty(3)), "words") is not None
+    assert known.find((torch.empty(1, 2), torch.empty(1)), "words") is None
+
+
+def test_checks_of_values_are_not_skipped(on_cpu, monkeypatch):
+    known = plans.Plans()
+    known.keep(tensors(), "words", lambda t: t)
+    monkeypatch.setenv("CULA_CHECK", "1")
+    assert known.find(tensors(), "words") is None
+
+
+def test_cpu_calls_have_no_plans():
+    assert plans.signature(tensors()) is None
+
+
+# On a GPU
+
+
+def decode_call(dtype=torch.bfloat16, rows=3):
+    call = KdaCall(T=1, B=rows, dtype=dtype, H=2, HV=4, K=64, V=64, gate="bounded", norm=True, beta="sigmoid")
+    given = {n: t for n, t in call.tensors("cuda").items() if n not in ("initial_state", "cu_seqlens")}
+    return given | call.switches() | {"state_indices": torch.tensor([4, -1, 2][:rows], device="cuda")}
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    from cula import api
+
+    monkeypatch.setattr(api, "_decode_plans", plans.Plans())
+    return lambda: len(api._decode_plans._plans)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_second_call_is_the_first_again(forgetful, with_out, packed):
+    given = decode_call()
+    if packed:
+        given |= {n: given[n].transpose(0, 1) for n in ("q", "k", "v", "g", "beta")}
+    start = torch.randn(6, 4, 64, 64, device="cuda")
+    results = []
+    for _ in range(3):
+        pool = start.clone()
+        out = torch.full_like(given["v"], float("nan")) if with_out else None
+        o, returned = cula.cula_decode(**given, state=pool, out=out, backend="triton")
+        assert returned is pool
+        assert o.shape == given["v"].shape
+        assert not with_out or o is out
+        results.append((o, pool))
+    assert forgetful() == 1
+    for o, pool in results[1:]:
+        assert torch.equal(o, results[0][0])
+        assert torch.equal(pool, results[0][1])
+
+
+@pytest.mark.gpu
+def test_bad_calls_after_a_good_one_are_refused_as_ever(forgetful):
+    given, pool = decode_call(), torch.randn(6, 4, 64, 64, device="cuda")
+    cula.cula_decode(**given, state=pool)
+    with pytest.raises(ValueError, match="is on cpu"):
+        cula.cula_decode(**{**given, "A_log": given["A_log"].cpu()}, state=pool)
+    with pytest.raises(ValueError, match="beta has shape"):
+        cula.cula_decode(**{**given, "beta": given["beta"][:2]}, state=pool)
+    with pytest.raises(TypeError, match="state has dtype"):
+        cula.cula_decode(**given, state=pool.half())
+    with pytest.raises(ValueError, match="requires grad"):
+        cula.cula_decode(**{**given, "q": given["q"].clone().requires_grad_()}, state=pool)
+    with pytest.raises(TypeError, match="tile"):
+        cula.cula_decode(**given, state=pool, tile=3)
+    with pytest.raises(ValueError, match="mode"):
+        cula.cula_decode(**given, state=pool, mode="kimi")
+
+
+@pytest.mark.gpu
+def test_addresses_a_plan_was_not_made_for(forgetful):
+    """A kernel compiled for aligned addresses must not meet others."""
+    given, start = decode_call(), torch.randn(6, 4, 64, 64, device="cuda")
+    want_pool = start.clone()
+    want, _ = cula.cula_decode(**given, state=want_pool)
+    shifted = torch.empty(given["q"].numel() + 1, dtype=given["q"].dtype, device="cuda")[1:].view(given["q"].shape)
+    shifted.copy_(given["q"])
+    pool = start.clone()
+    o, _ = cula.cula_decode(**{**given, "q": shifted}, state=pool)
+    assert torch.equal(o, want)
+    assert torch.equal(pool, want_pool)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_slots(forgetful):
+    """Indices change between replays; padded rows and slots that no row names stay as they are."""
+    given = decode_call()
+    slots = given["state_indices"]
+    pool = torch.randn(6, 4, 64, 64, device="cuda")
+    out = torch.empty_like(given["v"])
+    scratch = pool.clone()
+    for _ in range(2):
+        cula.cula_decode(**given, state=scratch, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cula.cula_decode(**given, state=pool, out=out)
+    for rows in ([0, 5, -1], [-1, -1, 3], [-1, -1, -1], [1, 2, 3]):
+        slots.copy_(torch.tensor(rows))
+        start = torch.randn_like(pool)
+        named = [r for r in rows if r >= 0]
+        unnamed = [s for s in range(6) if s not in named]
+        start[unnamed] = float("nan")  # whatever reads them shows
+        pool.copy_(start)
+        out.fill_(float("nan"))
+        graph.replay()
+        want_pool = start.clone()
+        want, _ = cula.cula_decode(**given, state=want_pool)
+        assert torch.equal(out, want)
+        assert not torch.isnan(out).any()
+        assert not out[[n for n, r in enumerate(rows) if r < 0]].any()
+        assert torch.equal(pool.view(torch.uint8), want_pool.view(torch.uint8))
+        assert torch.equal(pool[unnamed].view(torch.uint8), start[unnamed].view(torch.uint8))
