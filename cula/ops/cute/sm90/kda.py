@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA forward on Hopper: one host function that launches `kda_prepare`, the maps of segments where there are any, and `kda_state`.
+"""KDA forward on Hopper: one host function that launches `kda_prepare`, where there are segments their maps, and `kda_state`.
 
-bf16 q, k, v, o with K = V = 128. Between the kernels there is one workspace (`workspace_bytes`), cut here.
+bf16 q, k, v, o with K = V = 128. Between the kernels there is one workspace, cut here.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def kda_host(
     stream,
     kind: cutlass.Constexpr,
 ):
-    """q, k [B, T, H, 128], v, g, o [B, T, HV, 128], beta [B, T, HV] (B and T flatten into one), states [N, HV, 128 dv, 128 dk]; `chunks` and `segments` are how many numbers
-    there are (`kda_cut`), `length` that of every sequence or 0 (then `mCu` has them), `beta_top` 0 for a beta that is activated."""
+    """q, k [B, T, H, 128], v, g, o [B, T, HV, 128], beta [B, T, HV], of which B and T flatten into one; states [N, HV, dv, dk].
+
+    `chunks` and `segments` are how many numbers there are (`kda_cut`), `length` is that of every sequence or 0 (then `mCu` has
+    them), `beta_top` is 0 for a beta that is activated already.
+    """
     dtype = kind.dtype
     mQ, mK, mV, mG, mBeta, mO = [tokens_first(t) for t in (mQ, mK, mV, mG, mBeta, mO)]
     HV = mV.shape[1]

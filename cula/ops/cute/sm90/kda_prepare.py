@@ -15,12 +15,12 @@ Four warps; warp I owns rows 16 I .. 16 I + 15, and a [16, 128] array of it live
 (r, c) = (lane / 4, lane % 4) holds rows r, r + 8 and channels 8 j + 2 c, + 1. In that layout
   * a cumulative sum over rows is a product with a triangle of ones (g rounded to fp16, sums in float32),
   * row norms are the diagonal of x x^T,
-  * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need no
-    shared memory, and the others only a copy of another warp's registers.
+  * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need
+    no shared memory, and the others only a copy of another warp's registers.
 
 Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
-diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range of
-float32. A gate that may decay faster does not come here.
+diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
+of float32. A gate that may decay faster does not come here.
 
 Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
 eigenvalues); bf16 otherwise.
@@ -248,7 +248,7 @@ def prepare_kernel(
     """A block for each (value head, number of a chunk)."""
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, number, _ = cute.arch.block_idx()
-    seq, first, begin, tokens = place(number, 64, mCu, length, steps)
+    _, first, begin, tokens = place(number, 64, mCu, length, steps)
     start = (number - first) * 64
     if start < tokens:
         prepare_chunk(
@@ -562,7 +562,7 @@ def prepare_chunk(
                 accP[24 + e + ci] = accP[24 + e + ci] if col <= row else F32(0.0)
             for J in cutlass.range_constexpr(4):
                 p0, p1 = F32(0.0), F32(0.0)
-                if cutlass.const_expr(J < 3):
+                if cutlass.const_expr(J < 3):  # noqa: SIM102 (decided when compiled, and then when run)
                     if wid > J:
                         p0, p1 = accP[8 * J + e], accP[8 * J + e + 1]
                         store_scaled(block_of(sA, wid, J), row, 4 * nb + c, accA, 8 * J + e, b[ri])

@@ -5,15 +5,15 @@ A chunk, with the state S [128 dk, 128 dv] in float32:
     R = kb S,   o = qg S                      two products with the same A operand
     U = T (b v - R)
     o += P U,   S <- e^{G_C} S + kr^T U
-All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each and
-exchange nothing. A producer warp feeds both by TMA, two chunks deep.
+All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each
+and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
 
-Segments. Where (sequence, head) pairs are too few to fill the GPU, sequences are cut into segments of L chunks that run at the same
-time. What a segment lacks is the state at its start.
-  * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero, without
-    output.
-  * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from this same walk in map mode,
-    B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
+Segments. Where (sequence, head) pairs are too few to fill the GPU, sequences are cut into segments of L chunks that run at the
+same time. What a segment lacks is the state at its start.
+  * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
+    without output.
+  * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from this same walk in map
+    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
 Which it is, every warp finds out for itself from the data. Where all segments are warm the map kernel ends at once.
 
 | warps      | role                                       | registers |
@@ -94,8 +94,8 @@ def largest(S: cute.Tensor, top: cute.Tensor):
 def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
     """Scale rows of S by a power of two when they, or rows of v with largest values `top`, leave what fp16 holds well.
 
-    The recurrence is linear in (v, S) and rows dv do not mix, so a row may run scaled by `factor` if its v is too and what leaves is
-    divided by it. The window leaves room for what one chunk can add. Small rows are scaled up by no more than 2^24 in all.
+    The recurrence is linear in (v, S) and rows dv do not mix, so a row may run scaled by `factor` if its v is too and what leaves
+    is divided by it. The window leaves room for what one chunk can add. Small rows are scaled up by no more than 2^24 in all.
     """
     largest(S, top)
     leaves = I32(0)
@@ -170,9 +170,8 @@ def chain(
     bM = [thr_s.make_fragment_B(thr_s.partition_B(swapped(s))) for s in sM]  # [N = dk out, K = dk in]
     parts = [tma_split(tma_m, s, cute.local_tile(gM, (128, 128), (None, 0))) for s in sM]
     for odd in cutlass.range_constexpr(2):
-        if odd < n:
-            if is_issuer:
-                load_map(tma_m, parts, bars + odd, odd, record + odd * step)
+        if odd < n and is_issuer:
+            load_map(tma_m, parts, bars + odd, odd, record + odd * step)
     # B of the next step comes while one is multiplied. (Only where a factor is applied to it: else the compiler would load it
     # right into accumulators in flight.)
     is_ahead = cutlass.const_expr(dtype is F16)
@@ -205,9 +204,8 @@ def chain(
                     cute.autovec_copy(ours(mB[record + cutlass.min(i + odd + 1, n - 1) * step, None, None]), following)
                 warpgroup.wait_group(0)
                 both.arrive_and_wait()
-                if i + odd + 2 < n:
-                    if is_issuer:
-                        load_map(tma_m, parts, bars + odd, odd, record + (i + odd + 2) * step)
+                if i + odd + 2 < n and is_issuer:
+                    load_map(tma_m, parts, bars + odd, odd, record + (i + odd + 2) * step)
 
 
 # The kernel
@@ -422,9 +420,8 @@ def walk(
                     for a in cutlass.range_constexpr(2):
                         S[a, j] = F32(1.0) if at_s[a, j][0] + 64 * part == at_s[a, j][1] else F32(0.0)
         else:
-            if has_h0 == 1:
-                if from_chunk == 0 or cold == 1:
-                    cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
+            if has_h0 == 1 and (from_chunk == 0 or cold == 1):
+                cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             if cold == 1:
                 record = first_segment * HV + hv
                 if has_h0 == 0:  # from zero the first map gives its B
