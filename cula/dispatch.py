@@ -138,31 +138,56 @@ def _triton_why_not(op: str, problem: Problem) -> str | None:
 CUTE_LIGHTNING_HEAD_DIMS = (64, 128)
 
 
-def _cute_why_not(op: str, problem: Problem) -> str | None:
-    if op != "lightning_fwd":
+def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
+    if op not in ("kda_fwd", "lightning_fwd"):
         return f"has no kernel for {op}"
     if problem.sm != (9, 0):
         where = f"the tensors are on {problem.device}" if problem.sm is None else f"this GPU has {problem.sm[0]}.{problem.sm[1]}"
         return f"needs compute capability 9.0, and {where}"
     if problem.dtype != torch.bfloat16:
-        return f"takes bfloat16, and this call has {str(problem.dtype).removeprefix('torch.')}"
-    if problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS:
-        return f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+        return f"takes bfloat16, and this call has {_word(problem.dtype)}"
     if not problem.T or not problem.N:
         return "takes at least one token"
-    return loader.missing("sm_90a")
+    if isinstance(problem, KdaProblem):
+        reason = _cute_sm90_why_not_kda(problem)
+    elif problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS:
+        reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    else:
+        reason = None
+    return reason or loader.missing("sm_90a")
+
+
+def _cute_sm90_why_not_kda(p: KdaProblem) -> str | None:
+    if p.K != 128 or p.V != 128:
+        return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
+    if p.has_scalar_gate:
+        return "takes a gate a channel, and this call has one a head"
+    if p.gate != "bounded" and not p.options.safe_gate:
+        return "needs decays of -5 or more a token: lower_bound with the gate in the kernel, or safe_gate=True with log decays"
+    for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
+        if dtype not in (torch.bfloat16, torch.float32):
+            return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
+    if p.options.return_intermediate_states:
+        return "does not return intermediate states"
+    if p.options.disable_recompute and p.needs_grad:
+        return "keeps nothing for the backward, which disable_recompute=True asks for"
+    return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Best first: the only ranking there is.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
-        "cute",
+        "cute_sm90",
         "cula.ops.cute",
-        "hand-tuned kernels in CuTe DSL, Hopper",
-        _cute_why_not,
+        "hand-tuned kernels for Hopper, CuTe DSL",
+        _cute_sm90_why_not,
         device="cuda",
         requires=("tvm_ffi",),
-        install="pip install apache-tvm-ffi, and kernels: see docs/cute.md",
+        install="pip install 'cuda-linear-attention[cute]'",
     ),
     Backend(
         "triton",

@@ -6,6 +6,8 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be switche
 
 import os
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the PTX interpreter's products are small
+
 import pytest
 import torch
 

@@ -128,6 +128,7 @@ def build(
     names: Sequence[str] | None = None,
     keep_text: bool = False,
     part: tuple[int, int] = (0, 1),
+    reuse: bool = False,
 ) -> list[Facts]:
     """Compile variants into the folder `out`.
 
@@ -137,6 +138,7 @@ def build(
         names: which of them; None for all.
         keep_text: leave PTX and host code too.
         part: `(i, n)` compiles every n-th of them from the i-th on, so that n processes can share the work.
+        reuse: keep what `out` has already; for a folder that belongs to one state of the sources.
 
     Returns:
         The facts, in the order of `names` or of the modules.
@@ -150,6 +152,7 @@ def build(
         command = [sys.executable, "-m", "cula.ops.cute.build", arch, str(out.absolute()), str(listing), "--modules", *modules]
         command += ["--names", *names] if names is not None else []
         command += ["--keep-text"] if keep_text else []
+        command += ["--reuse"] if reuse else []
         command += ["--part", str(part[0]), str(part[1])]
         # The same modules as here: this process's path, and an empty folder where -m would look first.
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
@@ -179,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--modules", nargs="+", required=True)
     parser.add_argument("--names", nargs="*")
     parser.add_argument("--keep-text", action="store_true")
+    parser.add_argument("--reuse", action="store_true")
     parser.add_argument("--part", nargs=2, type=int, default=(0, 1))
     args = parser.parse_args(argv)
     if os.environ.get("CUTE_DSL_ARCH") != args.arch:
@@ -188,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:  # a wrong name: the sentence says it, a traceback would hide it
         sys.exit(str(error))
     for variant in variants:
+        if args.reuse and (args.out / f"{variant.name}.so").is_file():
+            continue
         compile_variant(variant, args.arch, args.out, args.keep_text)
     args.listing.write_text(json.dumps([variant.name for variant in variants]))
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
 from cula.ops.cute.loader import load
+from cula.ops.cute.tensors import as_tokens, no_places, no_states
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
-TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
 
 
 @dataclass(frozen=True)
@@ -128,25 +128,25 @@ def run(
     """Launch a plan; returns o."""
     device = x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    o_tokens = _tokens(o)  # a copy where TMA cannot write `out`
-    no_states, no_places = _nothing(device, problem.V, problem.K)
-    seeds = no_states
+    o_tokens = as_tokens(o)  # a copy where TMA cannot write to `out`
+    empty, nowhere = no_states(device, problem.V, problem.K), no_places(device)
+    seeds = empty
     if plan.segment:
         seeds = torch.empty((plan.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
     states = h0 if h0 is not None else ht
     dtype = "bf16" if states is not None and states.dtype == torch.bfloat16 else "fp32"
     arguments = (
-        _tokens(x.q),
-        _tokens(x.k),
-        _tokens(x.v),
-        o_tokens,
+        as_tokens(x.q).flatten(0, 1),
+        as_tokens(x.k).flatten(0, 1),
+        as_tokens(x.v).flatten(0, 1),
+        o_tokens.flatten(0, 1),
         x.decay,
-        no_states if h0 is None else h0,
-        no_states if ht is None else ht,
+        empty if h0 is None else h0,
+        empty if ht is None else ht,
         seeds,
-        no_places if x.cu_seqlens is None else x.cu_seqlens,
-        no_places if read_from is None else read_from,
-        no_places if write_to is None else write_to,
+        nowhere if x.cu_seqlens is None else x.cu_seqlens,
+        nowhere if read_from is None else read_from,
+        nowhere if write_to is None else write_to,
         problem.scale,
         problem.N,
         0 if problem.is_packed else problem.T,
@@ -163,26 +163,6 @@ def run(
     if plan.segment:
         load(f"lightning_ends_{plan.kernel}_{dtype}", ARCH)(*arguments)
     load(f"lightning_{plan.kernel}_{dtype}", ARCH)(*arguments)
-    if o_tokens.data_ptr() != o.data_ptr():
-        o.copy_(o_tokens.view(o.shape))
+    if o_tokens is not o:
+        o.copy_(o_tokens)
     return o
-
-
-def _tokens(t: Tensor) -> Tensor:
-    """[B, T, H, D] -> [B T, H, D], as TMA can address it; a copy only where it could not."""
-    flat = t.flatten(0, 1)
-    size = t.element_size()
-    if (
-        flat.data_ptr() % TMA_BYTES
-        or flat.stride(0) * size % TMA_BYTES
-        or flat.stride(1) * size % TMA_BYTES
-        or flat.stride(2) != 1
-    ):
-        return flat.clone(memory_format=torch.contiguous_format)
-    return flat
-
-
-@functools.cache
-def _nothing(device: torch.device, V: int, K: int) -> tuple[Tensor, Tensor]:
-    """States and places for where a call has none: of the right form, and empty."""
-    return torch.empty((0, 1, V, K), dtype=torch.float32, device=device), torch.empty(0, dtype=torch.int32, device=device)

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from cula.ops.cute import build, loader
+from cula.ops.cute import build
 from cula.ops.cute.variants import MODULES
+from tests.support.ptx import compile_all
 
 MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536
 MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 
-TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",)}
+TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
 CASES = [(arch, modules) for table in (MODULES, TEST_KERNELS) for arch, modules in table.items() if modules]
 
 needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -37,7 +38,7 @@ def complaints(facts: build.Facts) -> list[str]:
 @needs_dsl
 @pytest.mark.parametrize(("arch", "modules"), CASES, ids=[f"{arch}-{modules[0]}" for arch, modules in CASES])
 def test_kernels_compile_and_fit(arch, modules):
-    built = build.build(arch, modules, loader.cache_folder(arch, modules) / "text", keep_text=True)
+    built = compile_all(arch, modules)
     assert built
     wrong = {facts.name: found for facts in built if (found := complaints(facts))}
     assert not wrong

@@ -57,21 +57,21 @@ def with_kernels(monkeypatch):
 def test_what_the_backend_takes(with_kernels, change, reason):
     choice = choose("lightning_fwd", dataclasses.replace(HOPPER, **change))
     if reason is None:
-        assert choice.name == "cute"
+        assert choice.name == "cute_sm90"
     else:
         assert choice.name == "triton"
-        assert reason in dict(choice.passed_over)["cute"]
+        assert reason in dict(choice.passed_over)["cute_sm90"]
 
 
 def test_gradients_are_another_backends(with_kernels):
     choice = choose("lightning_bwd", dataclasses.replace(HOPPER, needs_grad=True))
     assert choice.name == "triton"
-    assert dict(choice.passed_over)["cute"] == "has no kernel for lightning_bwd"
+    assert dict(choice.passed_over)["cute_sm90"] == "has no kernel for lightning_bwd"
 
 
 def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda arch: f"no kernels for {arch}: compile them")
-    assert dict(choose("lightning_fwd", HOPPER).passed_over)["cute"] == "no kernels for sm_90a: compile them"
+    assert dict(choose("lightning_fwd", HOPPER).passed_over)["cute_sm90"] == "no kernels for sm_90a: compile them"
 
 
 @pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])
@@ -152,7 +152,7 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(per_seq, dtype, 
     before = pool.clone()
     o, state = cula.cula_lightning(
         t["q"], t["k"], t["v"], t["decay"], cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots,
-        has_initial_state=fresh, backend="cute",
+        has_initial_state=fresh, backend="cute_sm90",
     )  # fmt: skip
     assert state is None
     first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
@@ -172,6 +172,6 @@ def test_a_strided_packed_projection_is_read_as_it_lies():
     mixed = torch.randn(B, T, 3 * H * D, device="cuda", dtype=torch.bfloat16)
     q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
     decay = torch.tensor([0.1, 0.5], device="cuda")
-    o, _ = cula.cula_lightning(q, k, v, decay, backend="cute")
+    o, _ = cula.cula_lightning(q, k, v, decay, backend="cute_sm90")
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sm_90a: a plain kernel, a TMA pipeline in and out, wgmma from shared memory and from registers."""
+"""sm_90a: a plain kernel, a TMA pipeline in and out, wgmma from shared memory and from registers, mma.sync with its copies."""
 
 from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import warp as warp_mma
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -13,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from cula.ops.cute.variants import Variant
 from tests.support.kernels.tiles import (
     BF16,
+    F16,
     F32,
     K_MAJOR,
     MN_MAJOR,
@@ -43,6 +45,23 @@ def scale_kernel(gX: cute.Tensor, gY: cute.Tensor, a: F32):
 def scale_host(mX: cute.Tensor, mY: cute.Tensor, a: F32, stream):
     """y [n] = a x [n]"""
     scale_kernel(mX, mY, a).launch(grid=(cute.ceil_div(mX.shape[0], 128), 1, 1), block=(128, 1, 1), stream=stream)
+
+
+@cute.kernel
+def shift_kernel(gY: cute.Tensor):
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * 64 + tid
+    if i < gY.shape[0]:
+        gY[i] = gY[i] + F32(1.0)
+
+
+@cute.jit
+def two_kernels_host(mX: cute.Tensor, mY: cute.Tensor, a: F32, stream):
+    """y [n] = a x [n] + 1, in two launches of different kernels"""
+    n = mX.shape[0]
+    scale_kernel(mX, mY, a).launch(grid=(cute.ceil_div(n, 128), 1, 1), block=(128, 1, 1), stream=stream)
+    shift_kernel(mY).launch(grid=(cute.ceil_div(n, 64), 1, 1), block=(64, 1, 1), stream=stream)
 
 
 @cute.kernel
@@ -104,8 +123,8 @@ def pipeline_host(mX: cute.Tensor, mY: cute.Tensor, mS: cute.Tensor, a: F32, str
     pipeline_kernel(load, gX, store, gY, mS, a, lx, ly, stages).launch(grid=(mX.shape[1], 1, 1), block=(160, 1, 1), stream=stream)
 
 
-def wgmma(n, a_major, b_major, source=warpgroup.OperandSource.SMEM, warpgroups=1):
-    op = warpgroup.MmaF16BF16Op(BF16, F32, (64, n, 16), source, a_major, b_major)
+def wgmma(n, a_major, b_major, source=warpgroup.OperandSource.SMEM, warpgroups=1, dtype=BF16):
+    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), source, a_major, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
@@ -125,12 +144,13 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
 def product_kernel(
     ta: cute.CopyAtom, gA: cute.Tensor, tb: cute.CopyAtom, gB: cute.Tensor, gC: cute.Tensor, mma: cute.TiledMma,
     la: cute.ComposedLayout, lb: cute.ComposedLayout, form: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
 ):  # fmt: skip
     tid, _, _ = cute.arch.thread_idx()
     batch, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     smem = SmemAllocator()
-    sA, sB = allocate_tile(smem, la), allocate_tile(smem, lb)
+    sA, sB = allocate_tile(smem, la, dtype), allocate_tile(smem, lb, dtype)
     bar = smem.allocate_array(cutlass.Int64, 1)
     init_barriers(bar, warp, 1)
     if warp == 0:
@@ -154,12 +174,13 @@ def product_kernel(
 def product_host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream, form: cutlass.Constexpr):
     """c [B, m, n] = op(a) op(b): form "nt" is a b^T, "nn" a b, "tn" a^T b"""
     vA, vB, vC = [reordered(t, 1, 2, 0) for t in (mA, mB, mC)]
-    la, lb = tile_layout(mA.shape[1], mA.shape[2]), tile_layout(mB.shape[1], mB.shape[2])
+    dtype = mA.element_type
+    la, lb = (tile_layout(t.shape[1], t.shape[2], dtype=dtype) for t in (mA, mB))
     ta, gA = tma_load(vA, la, (mA.shape[1], mA.shape[2]))
     tb, gB = tma_load(vB, lb, (mB.shape[1], mB.shape[2]))
     groups = mC.shape[1] // 64
     majors = (K_MAJOR if form[0] == "n" else MN_MAJOR, K_MAJOR if form[1] == "t" else MN_MAJOR)
-    product_kernel(ta, gA, tb, gB, vC, wgmma(mC.shape[2], *majors, warpgroups=groups), la, lb, form).launch(
+    product_kernel(ta, gA, tb, gB, vC, wgmma(mC.shape[2], *majors, warpgroups=groups, dtype=dtype), la, lb, form, dtype).launch(
         grid=(mA.shape[0], 1, 1), block=(128 * groups, 1, 1), stream=stream
     )
 
@@ -213,6 +234,64 @@ def chain_host(mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tenso
     )
 
 
+@cute.kernel
+def warp_product_kernel(
+    ta: cute.CopyAtom, gA: cute.Tensor, tb: cute.CopyAtom, gB: cute.Tensor, tc: cute.CopyAtom, gC: cute.Tensor,
+    mma: cute.TiledMma, la: cute.ComposedLayout, lb: cute.ComposedLayout, lc: cute.ComposedLayout, dtype: cutlass.Constexpr,
+):  # fmt: skip
+    tid, _, _ = cute.arch.thread_idx()
+    batch, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    smem = SmemAllocator()
+    sA, sB, sC = (allocate_tile(smem, layout, dtype) for layout in (la, lb, lc))
+    bar = smem.allocate_array(cutlass.Int64, 1)
+    init_barriers(bar, warp, 1)
+    if warp == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, cute.size_in_bytes(dtype, la) + cute.size_in_bytes(dtype, lb))
+        for atom, s, g in ((ta, sA, gA), (tb, sB, gB)):
+            sp, gp = tma_split(atom, s, g[None, None, batch])
+            cute.copy(atom, gp, sp, tma_bar_ptr=bar)
+    cute.arch.mbarrier_wait(bar, 0)
+    thr, opB = mma.get_slice(tid), swapped(sB)
+    a, b = thr.make_fragment_A(thr.partition_A(sA)), thr.make_fragment_B(thr.partition_B(opB))
+    load_a = cute.make_tiled_copy_A(cute.make_copy_atom(warp_mma.LdMatrix8x8x16bOp(False, 4), dtype), mma)
+    load_b = cute.make_tiled_copy_B(cute.make_copy_atom(warp_mma.LdMatrix8x8x16bOp(True, 4), dtype), mma)
+    cute.copy(load_a, load_a.get_slice(tid).partition_S(sA), load_a.get_slice(tid).retile(a))
+    cute.copy(load_b, load_b.get_slice(tid).partition_S(opB), load_b.get_slice(tid).retile(b))
+    acc = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
+    acc.fill(0.0)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    out = cute.make_rmem_tensor_like(acc, dtype)
+    out.store(acc.load().to(dtype))
+    store = cute.make_tiled_copy_C(cute.make_copy_atom(warp_mma.StMatrix8x8x16bOp(False, 4), dtype), mma)
+    cute.copy(store, store.get_slice(tid).retile(out), store.get_slice(tid).partition_D(sC))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()
+    if warp == 0:
+        sp, gp = tma_split(tc, sC, gC[None, None, batch])
+        cute.copy(tc, sp, gp)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def warp_product_host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream):
+    """c [B, 64, 64] = a [B, 64, 64] b [B, 64, 64] by mma.sync; a warp takes 16 rows."""
+    dtype, tile = mA.element_type, (64, 64)
+    vA, vB, vC = [reordered(t, 1, 2, 0) for t in (mA, mB, mC)]
+    layout = tile_layout(64, 64, dtype=dtype)
+    ta, gA = tma_load(vA, layout, tile)
+    tb, gB = tma_load(vB, layout, tile)
+    tc, gC = tma_store(vC, layout, tile)
+    op = warp_mma.MmaF16BF16Op(dtype, F32, (16, 8, 16))
+    mma = cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, 16, 16))
+    warp_product_kernel(ta, gA, tb, gB, tc, gC, mma, layout, layout, layout, dtype).launch(
+        grid=(mA.shape[0], 1, 1), block=(128, 1, 1), stream=stream
+    )
+
+
 PRODUCTS = {  # form: shapes of a, b, c
     "nt": ((64, 128), (128, 128), (64, 128)),
     "nn": ((64, 128), (128, 128), (64, 128)),
@@ -224,11 +303,17 @@ def variants() -> Iterator[Variant]:
     size = cute.sym_int
     n, T, H, B = size(), size(), size(), size()
     yield Variant("scale", scale_host, (fake(F32, n), fake(F32, n), F32(1.0), make_fake_stream()))
+    yield Variant("two_kernels", two_kernels_host, (fake(F32, n), fake(F32, n), F32(1.0), make_fake_stream()))
     tokens = lambda dtype=BF16: fake(dtype, T, H, 128)
     args = (tokens(), tokens(), fake(F32, size(), H, 128), F32(1.0), make_fake_stream(), 4)
     yield Variant("tma_pipeline", pipeline_host, args, uses=("tma_load", "tma_store"))
     for form, (a, b, c) in PRODUCTS.items():
-        args = (fake(BF16, B, *a), fake(BF16, B, *b), fake(F32, B, *c), make_fake_stream(), form)
-        yield Variant(f"product_{form}", product_host, args, uses=("wgmma", "tma_load"))
+        for dtype, suffix in ((BF16, ""), (F16, "_fp16")) if form == "nn" else ((BF16, ""),):
+            args = (fake(dtype, B, *a), fake(dtype, B, *b), fake(F32, B, *c), make_fake_stream(), form)
+            yield Variant(f"product_{form}{suffix}", product_host, args, uses=("wgmma", "tma_load"))
+    for dtype, suffix in ((BF16, ""), (F16, "_fp16")):
+        args = (*(fake(dtype, B, 64, 64) for _ in range(3)), make_fake_stream())
+        uses = ("mma", "tma_load", "tma_store", "ldmatrix", "stmatrix")
+        yield Variant(f"warp_product{suffix}", warp_product_host, args, uses=uses)
     args = (tokens(), tokens(), tokens(), tokens(F32), make_fake_stream())
     yield Variant("chain", chain_host, args, uses=("wgmma", "tma_load"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles in shared memory, TMA and accumulators, as the test kernels use them.
 
-A tile is [rows, columns], columns contiguous, bf16, swizzled. The same bytes serve TMA, ldmatrix and tensor cores, as they lie
-(reduction over columns) and swapped (reduction over rows).
+A tile is [rows, columns], columns contiguous, bf16 or fp16, swizzled. The same bytes serve TMA, ldmatrix and tensor cores, as
+they lie (reduction over columns) and swapped (reduction over rows).
 """
 
 import cutlass
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-BF16, F32 = cutlass.BFloat16, cutlass.Float32
+BF16, F16, F32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -20,14 +20,14 @@ def fake(dtype, *shape):
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
 
-def tile_layout(rows, columns, stages=None):
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BF16)
+def tile_layout(rows, columns, stages=None, dtype=BF16):
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
-def allocate_tile(smem, layout):
-    return smem.allocate_tensor(BF16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+def allocate_tile(smem, layout, dtype=BF16):
+    return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
 def swapped(t):

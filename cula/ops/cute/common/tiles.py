@@ -12,9 +12,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-BF16, F32, I32 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32
+BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
+TF32 = cutlass.TFloat32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -34,6 +35,11 @@ def fake_strided(dtype: Any, shape: tuple[Any, ...], inner: int, align: int = 16
     return make_fake_tensor(dtype, shape, (*outer, *stride), assumed_align=align)
 
 
+def fake_compact(dtype: Any, *shape: Any, align: int = 16) -> Any:
+    """A contiguous tensor argument."""
+    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
+
+
 def fake_vector(dtype: Any) -> Any:
     """A contiguous one-dimensional argument of any length."""
     return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
@@ -42,17 +48,22 @@ def fake_vector(dtype: Any) -> Any:
 # Shared memory
 
 
-def tile_layout(rows: int, columns: int, stages: int | None = None) -> Any:
+def tile_layout(rows: int, columns: int, stages: int | None = None, dtype: Any = BF16) -> Any:
     """The swizzled layout of a tile, or of some stages of it."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = kinds.K_SW128 if columns % 64 == 0 else kinds.K_SW64
+    kind = kinds.K_SW128 if columns * dtype.width % 1024 == 0 else kinds.K_SW64
     shape = (rows, columns) if stages is None else (rows, columns, stages)
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BF16), shape, order=tuple(range(len(shape))))
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=tuple(range(len(shape))))
 
 
-def allocate_tile(smem: Any, layout: Any) -> Any:
+def allocate_tile(smem: Any, layout: Any, dtype: Any = BF16) -> Any:
     """The swizzle goes to the pointer, where wgmma looks for it."""
-    return smem.allocate_tensor(BF16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+    return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def tile_at(t: Any, layout: Any, dtype: Any) -> Any:
+    """The memory of a tile taken for another one."""
+    return cute.make_tensor(cute.recast_ptr(t.iterator, layout.inner, dtype), layout.outer)
 
 
 def swapped(t: Any) -> Any:
@@ -90,10 +101,10 @@ def tma_split(atom: Any, s: Any, g: Any) -> Any:
 # wgmma
 
 
-def wgmma(n: int, b_major: Any, a_in_registers: bool) -> Any:
+def wgmma(n: int, b_major: Any, a_in_registers: bool, dtype: Any = BF16) -> Any:
     """m64 n<n> k16 of one warpgroup; A is K-major."""
     source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-    op = warpgroup.MmaF16BF16Op(BF16, F32, (64, n, 16), source, K_MAJOR, b_major)
+    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), source, K_MAJOR, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
 
 
@@ -128,8 +139,8 @@ def seen_as_a(fragment: Any) -> Any:
 
 
 @cute.jit
-def rounded(acc: cute.Tensor):
-    """fp32 registers rounded to bf16."""
-    out = cute.make_rmem_tensor_like(acc, BF16)
-    out.store(acc.load().to(BF16))
+def rounded(acc: cute.Tensor, dtype: cutlass.Constexpr = BF16):
+    """fp32 registers rounded to 16 bits."""
+    out = cute.make_rmem_tensor_like(acc, dtype)
+    out.store(acc.load().to(dtype))
     return out

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tokens are cut into numbered spans, chunks of 64 tokens or segments of several chunks, without a table.
+
+Sequences of one length own `ceil(length / span)` numbers each. Of packed ones, sequence n owns the numbers from
+`cu[n] // span + n` on: whatever the lengths, these never collide, and no more than `T // span + N` are used. A block that
+finds a number unused has nothing to do.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from cula.ops.cute.common.tiles import I32
+
+
+@cute.jit
+def place(number: I32, span: I32, cu: cute.Tensor, length: I32, steps: I32):
+    """(sequence, its first number, its first token, its tokens). `length` of every sequence, or 0 where `cu` has them;
+    `steps` halvings find one of them."""
+    seq, first, begin, tokens = I32(0), I32(0), I32(0), length
+    if length > 0:
+        spans = (length + span - 1) // span
+        seq = number // spans
+        first, begin = seq * spans, seq * length
+    else:
+        past = cute.size(cu) - 1
+        for _ in cutlass.range(steps, unroll=1):
+            middle = (seq + past) // 2
+            is_ours = cu[middle] // span + middle <= number
+            seq = middle if is_ours else seq
+            past = past if is_ours else middle
+        begin = cu[seq]
+        first, tokens = begin // span + seq, cu[seq + 1] - begin
+    return seq, first, begin, tokens
+
+
+@cute.jit
+def first_chunk(seq: I32, begin: I32, length: I32):
+    """The number of a sequence's first chunk."""
+    return seq * ((length + 63) // 64) if length > 0 else begin // 64 + seq

@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA on Hopper, first half: everything in a chunk of 64 tokens that does not know the state.
+
+For one chunk and value head, with log2 decays summed from the chunk's start (G_t; G_C over all of it), unit keys and queries k, q
+(the scale inside q), and write strengths b:
+
+    kb = b k e^G              qg = q e^G              kr = k e^{G_C - G}                 [64, 128] each
+    A[t, i] = b_t k_t . (e^{G_t - G_i} k_i), i < t    T = (I + A)^{-1}                   [64, 64], T stored transposed
+    P[t, i] =     q_t . (e^{G_t - G_i} k_i), i <= t                                      [64, 64]
+    e^{G_C}, b, and a bound on how much of a state outlives the chunk                    `VEC` floats
+
+after which `kda_state` has only products to do:  U = T (b v - kb S),   o = qg S + P U,   S <- e^{G_C} S + kr^T U.
+
+Four warps; warp I owns rows 16 I .. 16 I + 15, and a [16, 128] array of it lives in registers as fragments of mma.sync: thread
+(r, c) = (lane / 4, lane % 4) holds rows r, r + 8 and channels 8 j + 2 c, + 1. In that layout
+  * a cumulative sum over rows is a product with a triangle of ones (g rounded to fp16, sums in float32),
+  * row norms are the diagonal of x x^T,
+  * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need
+    no shared memory, and the others only a copy of another warp's registers.
+
+Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
+diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
+of float32. A gate that may decay faster does not come here.
+
+Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
+eigenvalues); bf16 otherwise.
+
+| shared memory                               | bytes |
+|---------------------------------------------|-------|
+| q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
+| keys for other warps; then A, diagonal of T | 12.5 K |
+| sums and factors a block and channel        | 7 K   |
+
+Three blocks a multiprocessor hide each other's waits, which is what sets the registers (168 a thread).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from cula.ops.cute.common.tiles import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    TF32,
+    allocate_tile,
+    swapped,
+    tile_at,
+    tma_split,
+)
+
+from .kda_cut import place
+
+LOG2E = 1.4426950408889634
+VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
+BETA, BOUND = 128, 192  # where they begin
+
+# The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
+# back here, what is left is the error of rounding, without an instruction for each.
+UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
+PITCH = 20  # floats a row of a 16x16 block in shared memory: rows of whole 16 bytes, and 8 rows of 8 bytes meet no bank twice
+
+
+class Kind(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
+    g_type: type
+    beta_type: type
+    has_gate: bool  # g is raw: activate it; else it is the log decay
+
+    @property
+    def name(self) -> str:
+        short = {BF16: "bf16", F16: "f16", F32: "f32"}
+        return f"kda_{short[self.dtype]}_{'gate' if self.has_gate else 'log'}_{short[self.g_type]}_beta_{short[self.beta_type]}"
+
+
+# Fragments
+
+
+def flat(t, start, size):
+    """`size` registers of a compact array as a vector."""
+    return cute.make_tensor(t.iterator + start, cute.make_layout(size))
+
+
+def corner(t, start):
+    """One m16n8 accumulator out of a compact array of them: registers [column, row half]."""
+    return cute.make_tensor(t.iterator + start, cute.make_layout(((2, 2), 1, 1)))
+
+
+@cute.jit
+def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: cutlass.Constexpr):
+    """Channels 16 s .. 16 s + 15 of the warp's rows: 8 values [ci, ri, hi], channel 8 hi + 2 c + ci, row r + 8 ri."""
+    out = cute.make_rmem_tensor((8,), BF16)
+    as_a = cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
+    cute.copy(ld, src[None, None, s], ld.get_slice(lane).retile(as_a)[None, None, 0])
+    return out
+
+
+@cute.jit
+def store_pair(dst: cute.Tensor, row: I32, col: I32, x: F32, y: F32, dtype: cutlass.Constexpr):
+    """Two neighbouring values to global memory, rounded, in one store; col is even."""
+    pair, out = cute.make_rmem_tensor((1, 2), F32), cute.make_rmem_tensor((1, 2), dtype)
+    pair[0], pair[1] = x, y
+    out.store(pair.load().to(dtype))
+    cute.autovec_copy(out, cute.local_tile(dst, (1, 2), (row, col // 2)))
+
+
+@cute.jit
+def store_scaled(block: cute.Tensor, row: I32, pair: I32, acc: cute.Tensor, e: cutlass.Constexpr, factor: F32):
+    """Registers e, e + 1 times a factor to columns 2 pair, + 1 of a block in shared memory."""
+    two = cute.make_rmem_tensor((1, 2), F32)
+    two[0], two[1] = acc[e] * factor, acc[e + 1] * factor
+    cute.autovec_copy(two, cute.local_tile(block, (1, 2), (row, pair)))
+
+
+# The inverse
+
+
+@cute.jit
+def inverse16(block: cute.Tensor, lane: I32):
+    """block <- (I + strict lower block)^{-1}, 16x16, by one warp, in float32. Lane = column; row i needs x_{i-1} last."""
+    j = lane % 16
+    x, row = cute.make_rmem_tensor((16,), F32), cute.make_rmem_tensor((16,), F32)
+    for i in cutlass.range_constexpr(16):
+        x[i] = F32(1.0) if j == i else F32(0.0)
+        if cutlass.const_expr(i > 0):
+            cute.autovec_copy(block[i, None], row)
+        for m in cutlass.range_constexpr(i):
+            x[i] = x[i] - row[m] * x[m]
+    cute.arch.sync_warp()
+    if lane < 16:
+        for i in cutlass.range_constexpr(16):
+            block[i, j] = x[i]
+
+
+@cute.jit
+def round_tf32(x: cute.Tensor):
+    """To the nearest tf32, in place: the tensor cores drop the low 13 bits."""
+    bits = cute.recast_tensor(x, I32)
+    for i in cutlass.range_constexpr(cute.size(x)):
+        bits[i] = bits[i] + I32(0x1000)
+
+
+@cute.jit
+def load_b16(block: cute.Tensor, lane: I32, b: cute.Tensor):
+    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci], rounded: the B operand of products with block^T."""
+    for nb in cutlass.range_constexpr(2):
+        for kb in cutlass.range_constexpr(2):
+            pair = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((1, 2)))
+            cute.autovec_copy(cute.local_tile(block, (1, 2), (8 * nb + lane // 4, 4 * kb + lane % 4)), pair)
+    round_tf32(b)
+
+
+@cute.jit
+def mm_tf32(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+    """acc [16, 16] += a b^T, a an accumulator whose columns are the reduction, b from `load_b16`; both rounded.
+
+    The k index inside 8 is permuted alike on both sides (slot c is column 2 c, slot c + 4 column 2 c + 1): a sum does not see it.
+    """
+    for kb in cutlass.range_constexpr(2):
+        x = cute.make_rmem_tensor(((2, 2), 1), F32)  # A's registers run rows first, an accumulator's columns first
+        for e in cutlass.range_constexpr(4):
+            x[e // 2 + 2 * (e % 2)] = a[e + 4 * kb]
+        for nb in cutlass.range_constexpr(2):
+            y = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((2, 1)))
+            d = corner(acc, 4 * nb)
+            cute.gemm(mma, d, cute.recast_tensor(x, TF32), cute.recast_tensor(y, TF32), d)
+
+
+def block_of(sA, i, j):
+    """Block (i, j), j <= i, of the lower triangle."""
+    return sA[None, None, i * (i + 1) // 2 + j]
+
+
+@cute.jit
+def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
+    """cols[8 I ..] <- block (J, I) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
+
+    A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
+    rounded to 16 bits in the end. Blocks above the diagonal stay 0.
+    """
+    r, c = lane // 4, lane % 4
+    done, b = cute.make_rmem_tensor_like(cols, F32), cute.make_rmem_tensor(((2,), 2, 2), F32)
+    cols.fill(0.0)
+    for J in cutlass.range_constexpr(4):
+        if wid == J:
+            first = block_of(sA, J, J)
+            for e in cutlass.range_constexpr(8):
+                cols[e + 8 * J] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
+                done[e + 8 * J] = cols[e + 8 * J]
+            round_tf32(flat(done, 8 * J, 8))
+            for I in cutlass.range_constexpr(J + 1, 4):
+                total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
+                total.fill(0.0)
+                last.fill(0.0)
+                for M in cutlass.range_constexpr(J, I):
+                    load_b16(block_of(sA, I, M), lane, b)
+                    mm_tf32(mma, total, flat(done, 8 * M, 8), b)
+                load_b16(block_of(sA, I, I), lane, b)
+                round_tf32(total)
+                mm_tf32(mma, last, total, b)
+                for e in cutlass.range_constexpr(8):
+                    cols[e + 8 * I] = -last[e]
+                    done[e + 8 * I] = -last[e]
+                round_tf32(flat(done, 8 * I, 8))
+
+
+# The kernel
+
+
+@cute.kernel
+def prepare_kernel(
+    tma_q: cute.CopyAtom,
+    gQ: cute.Tensor,
+    tma_k: cute.CopyAtom,
+    gK: cute.Tensor,
+    tma_g: cute.CopyAtom,
+    gG: cute.Tensor,
+    tma_tiles: cute.CopyAtom,
+    gTiles: cute.Tensor,
+    mBeta: cute.Tensor,
+    mA: cute.Tensor,
+    mBias: cute.Tensor,
+    mT: cute.Tensor,
+    mP: cute.Tensor,
+    mVec: cute.Tensor,
+    mCu: cute.Tensor,
+    scale: F32,
+    lower: F32,
+    beta_top: F32,
+    length: I32,
+    steps: I32,
+    group: I32,
+    mma_f16: cute.TiledMma,
+    mma_bf16: cute.TiledMma,
+    mma_tf32: cute.TiledMma,
+    lt: cute.ComposedLayout,
+    lg: cute.ComposedLayout,
+    kind: cutlass.Constexpr,
+):
+    """A block for each (value head, number of a chunk)."""
+    cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
+    hv, number, _ = cute.arch.block_idx()
+    _, first, begin, tokens = place(number, 64, mCu, length, steps)
+    start = (number - first) * 64
+    if start < tokens:
+        prepare_chunk(
+            (tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles),
+            (mBeta, mA, mBias),
+            (mT, mP, mVec),
+            scale,
+            lower,
+            beta_top,
+            (mma_f16, mma_bf16, mma_tf32),
+            (lt, lg),
+            kind,
+            hv,
+            hv // group,
+            number,
+            begin + start,
+            tokens - start,
+        )
+
+
+@cute.jit
+def prepare_chunk(
+    tma: cutlass.Constexpr,
+    gates: cutlass.Constexpr,
+    results: cutlass.Constexpr,
+    scale: F32,
+    lower: F32,
+    beta_top: F32,
+    mmas: cutlass.Constexpr,
+    layouts: cutlass.Constexpr,
+    kind: cutlass.Constexpr,
+    hv: I32,
+    h: I32,
+    number: I32,
+    t0: I32,
+    left: I32,
+):
+    """The chunk that begins at token t0 and has `left` tokens (or more than 64: then the rest is another chunk's)."""
+    tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles = tma
+    mBeta, mA, mBias = gates
+    mT, mP, mVec = results
+    mma_f16, mma_bf16, mma_tf32 = mmas
+    lt, lg = layouts
+    dtype, g_type, beta_type, has_gate = kind
+    is_f16 = cutlass.const_expr(dtype is F16)
+    mma_scores = mma_f16 if is_f16 else mma_bf16
+    record = number * mVec.shape[1] + hv
+    tid, _, _ = cute.arch.thread_idx()
+    wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    lane = cute.arch.lane_idx()
+    r, c = lane // 4, lane % 4
+
+    smem = SmemAllocator()
+    sQ, sK, sG = allocate_tile(smem, lt), allocate_tile(smem, lt), allocate_tile(smem, lg, g_type)
+    # results take the place of what they were made of; a float32 g is of another shape
+    sKb, sQg = tile_at(sK, lt, dtype), tile_at(sQ, lt, dtype)
+    sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
+    # A by blocks, those on the diagonal replaced by their inverses; before that, in the same memory, keys as B operands
+    # [8 values, lane, 16-channel step, warp]
+    sA = smem.allocate_tensor(F32, cute.make_layout((16, 16, 10), stride=(PITCH, 1, 16 * PITCH)), byte_alignment=16)
+    sX = cute.make_tensor(cute.recast_ptr(sA.iterator, dtype=dtype), cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)))
+    # for each block and channel: L_16, e^{-L_16}, e^{G before the block}, e^{G_C - G after it}; then decays of the blocks between
+    # two. fp16 can afford a second rounding of what the factors multiply, bf16 cannot.
+    wide = F16 if is_f16 else F32
+    table = lambda t, n: smem.allocate_tensor(t, cute.make_layout((n, 128), stride=(128, 1)), byte_alignment=16)
+    sSum, sInv, sBefore, sAfter, sBetween = table(F32, 4), table(F32, 4), table(wide, 4), table(wide, 4), table(dtype, 3)
+    sBound = smem.allocate_tensor(F32, cute.make_layout(4), byte_alignment=16)
+    bar = smem.allocate_array(cutlass.Int64, 1)
+
+    # -- q, k and g on their way
+    if wid == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(bar, 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if wid == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + cute.size_in_bytes(g_type, lg))
+        for atom, s, g, head in ((tma_g, sG, gG, hv), (tma_k, sK, gK, h), (tma_q, sQ, gQ, h)):
+            at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
+            s_part, g_part = tma_split(atom, s, at)
+            cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
+    # so are beta of our two rows and the gate's constants (g's fragments have channels 8 j + r); nobody waits for them yet
+    raw_b, bias = cute.make_rmem_tensor((2,), beta_type), cute.make_rmem_tensor((16,), F32)
+    for i in cutlass.range_constexpr(2):
+        raw_b[i] = mBeta[t0 + cutlass.min(16 * wid + r + 8 * i, left - 1), hv]
+    log_a = F32(0.0)
+    if cutlass.const_expr(has_gate):
+        log_a = mA[hv]
+        for j in cutlass.range_constexpr(16):
+            bias[j] = mBias[hv, 8 * j + r]
+    cute.arch.mbarrier_wait(bar, 0)
+
+    if left < 64:  # rows past the end belong to someone else
+        row = tid // 2
+        if row >= left:
+            for s in (sQ, sK, sG):
+                zero = cute.make_rmem_tensor((1, 8), s.element_type)
+                zero.fill(0.0)
+                for p in cutlass.range_constexpr(8):
+                    cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 2 * 8 + p)))
+        cute.arch.sync_threads()
+
+    # -- log2 decays, g with tokens in pairs (the B operand), and their sums from the block's start. The largest decay of a token
+    # bounds what any channel of a state keeps.
+    rows = lambda s: cute.local_tile(s, (16, 128), (wid, 0))
+    by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
+    rG = cute.make_rmem_tensor(((2, 2), 16, 1), g_type)
+    if cutlass.const_expr(g_type.width == 16):
+        ldT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16)
+        cute.copy(ldT, ldT.get_slice(lane).partition_S(by_channel), ldT.get_slice(lane).retile(rG))
+    else:
+        for j in cutlass.range_constexpr(16):
+            for e in cutlass.range_constexpr(4):
+                rG[e + 4 * j] = by_channel[8 * j + r, 2 * c + e % 2 + 8 * (e // 2)]
+    slope = F32(-LOG2E)
+    if cutlass.const_expr(has_gate):
+        slope = F32(-LOG2E) * cute.math.exp2(log_a * F32(LOG2E))
+        for j in cutlass.range_constexpr(16):
+            bias[j] = slope * bias[j]
+    unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
+    for e in cutlass.range_constexpr(4):  # 0 for rows past the end: they decay nothing
+        token = 16 * wid + 2 * c + e % 2 + 8 * (e // 2)
+        unit[e] = (lower * F32(LOG2E) if cutlass.const_expr(has_gate) else F32(LOG2E)) if token < left else F32(0.0)
+    triangle = cute.make_rmem_tensor(((2, 2, 2), 1), F16)
+    for e in cutlass.range_constexpr(8):
+        triangle[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
+    L = cute.make_rmem_tensor(((2, 2), 1, 16), F32)
+    L.fill(0.0)
+    for j in cutlass.range_constexpr(16):
+        g2, g16 = cute.make_rmem_tensor(((2, 2), 1), F32), cute.make_rmem_tensor(((2, 2), 1), F16)
+        g2.store(cute.make_tensor(rG.iterator + 4 * j, g2.layout).load().to(F32))
+        for e in cutlass.range_constexpr(4):
+            x = g2[e]
+            if cutlass.const_expr(has_gate):
+                x = cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(slope * x + bias[j], fastmath=True))
+            g2[e] = x * unit[e]
+            top[e] = g2[e] if cutlass.const_expr(j == 0) else cute.arch.fmax(top[e], g2[e])
+        g16.store(g2.load().to(F16))
+        d = corner(L, 4 * j)
+        cute.gemm(mma_f16, d, triangle, g16, d)
+    if r == 7:  # row 15
+        for j in cutlass.range_constexpr(16):
+            pair = cute.make_tensor(L.iterator + 2 + 4 * j, cute.make_layout((1, 2)))
+            cute.autovec_copy(pair, cute.local_tile(sSum, (1, 2), (wid, 4 * j + c)))
+    cute.arch.sync_threads()
+
+    b = cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
+        t = 16 * wid + r + 8 * i
+        x = raw_b[i].to(F32)
+        if beta_top > F32(0.0):  # beta is raw
+            x = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x * F32(-LOG2E), fastmath=True))
+        b[i] = x if t < left else F32(0.0)
+        if c == 0:
+            mVec[number, hv, BETA + t] = b[i]
+
+    # -- norms of rows r and r + 8. The fragments are read again below, sixteen channels at a time: registers are scarce.
+    ld = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BF16), mma_bf16)
+    srcQ, srcK = [ld.get_slice(lane).partition_S(rows(s)) for s in (sQ, sK)]
+    inv_q, inv_k, size_k = [cute.make_rmem_tensor((2,), F32) for _ in range(3)]
+    for src, inv, gain in ((srcQ, inv_q, scale), (srcK, inv_k, F32(1.0))):
+        xx = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
+        xx.fill(0.0)
+        for s in cutlass.range_constexpr(8):
+            x = read_rows(ld, src, lane, s)
+            for i in cutlass.range_constexpr(2):
+                y = cute.make_rmem_tensor(((2, 2), 1), BF16)  # rows of half i as the B operand
+                for e in cutlass.range_constexpr(4):
+                    y[e] = x[e % 2 + 2 * i + 4 * (e // 2)]
+                d = corner(xx, 4 * i)
+                cute.gemm(mma_bf16, d, cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1))), y, d)
+        for i in cutlass.range_constexpr(2):  # column r of row r is with lane 4 r + r / 2
+            mine = xx[6 * i + 1] if r % 2 == 1 else xx[6 * i]
+            size_k[i] = cute.arch.shuffle_sync(mine, 4 * r + r // 2)  # the keys come last
+            inv[i] = gain
+            if is_f16:
+                inv[i] = gain * cute.math.rsqrt(size_k[i] + F32(1e-6), fastmath=True)
+
+    # -- the bound, log2: |state transition| <= prod_t max_c e^{g_t,c} max(1, |1 - b |k|^2|)
+    bound, grow = F32(0.0), F32(0.0)
+    for e in cutlass.range_constexpr(4):
+        for off in (4, 8, 16):
+            top[e] = cute.arch.fmax(top[e], cute.arch.shuffle_sync_bfly(top[e], offset=off))
+        bound += top[e]
+    for off in (1, 2):
+        bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
+    for i in cutlass.range_constexpr(2):
+        turn = F32(1.0) - b[i] * size_k[i] * (inv_k[i] * inv_k[i])
+        grow += cute.math.log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(turn, -turn)), fastmath=True)
+    for off in (4, 8, 16):
+        grow += cute.arch.shuffle_sync_bfly(grow, offset=off)
+    if lane == 0:
+        sBound[wid] = bound + grow
+
+    # -- thread = channel: what lies before and after each block
+    sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
+    for i in cutlass.range_constexpr(4):
+        sums[i] = sSum[i, tid]
+    whole = sums[0] + sums[1] + sums[2] + sums[3]
+    for i in cutlass.range_constexpr(4):
+        sBefore[i, tid] = cute.math.exp2(before, fastmath=True).to(wide)
+        before += sums[i]
+        sAfter[i, tid] = cute.math.exp2(whole - before, fastmath=True).to(wide)
+        sInv[i, tid] = F32(UNBIASED) * cute.math.exp2(-sums[i], fastmath=True)
+    for i, between in enumerate((sums[1], sums[2], sums[1] + sums[2])):  # of blocks (2, 0), (3, 1), (3, 0)
+        sBetween[i, tid] = cute.math.exp2(between, fastmath=True).to(dtype)
+    mVec[number, hv, tid] = cute.math.exp2(whole, fastmath=True)
+    cute.arch.sync_threads()
+    if tid == 0:
+        mVec[number, hv, BOUND] = sBound[0] + sBound[1] + sBound[2] + sBound[3]
+
+    # -- scaled copies, sixteen channels at a time, and the diagonal blocks of the scores
+    kl, ql = [cute.make_rmem_tensor(((2, 2, 2), 1, 8), dtype) for _ in range(2)]  # k e^L, q e^L: A operands
+    accA, accP = [cute.make_rmem_tensor(((2, 2), 1, 2, 4), F32) for _ in range(2)]  # block columns 0..2; the diagonal is last
+    accA.fill(0.0)
+    accP.fill(0.0)
+    b8 = cute.make_rmem_tensor((8,), wide)
+    for e in cutlass.range_constexpr(8):
+        b8[e] = b[e // 2 % 2].to(wide)
+    st = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
+    toKb, toQg, toKr = [st.get_slice(lane).partition_D(rows(s)) for s in (sKb, sQg, sKr)]
+    for s in cutlass.range_constexpr(8):
+        xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
+        xq.store(read_rows(ld, srcQ, lane, s).load().to(F32))
+        xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
+        sum16, back = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
+        pre, post = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((4,), wide)
+        for src, dst in ((sSum, sum16), (sInv, back), (sBefore, pre), (sAfter, post)):
+            for hi in cutlass.range_constexpr(2):
+                pair = cute.make_tensor(dst.iterator + 2 * hi, cute.make_layout((1, 2)))
+                cute.autovec_copy(cute.local_tile(src, (1, 2), (wid, 8 * s + 4 * hi + c)), pair)
+        pre8, post8 = cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
+        for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
+            ri, ch = e // 2 % 2, e % 2 + 2 * (e // 4)
+            up = cute.math.exp2(L[e + 8 * s], fastmath=True)
+            xk[e] = xk[e] * inv_k[ri]
+            down[e] = xk[e] * cute.math.exp2(sum16[ch] - L[e + 8 * s], fastmath=True)
+            xk[e] = xk[e] * up
+            xq[e] = xq[e] * inv_q[ri] * up
+            kd[e] = down[e] * back[ch]
+            pre8[e], post8[e] = pre[ch], post[ch]
+        kl8, ql8, kr8 = flat(kl, 8 * s, 8), flat(ql, 8 * s, 8), cute.make_rmem_tensor((8,), dtype)
+        kl8.store(xk.load().to(dtype))
+        ql8.store(xq.load().to(dtype))
+        kr8.store(down.load().to(dtype))
+        k_, q_, r_ = (kl8, ql8, kr8) if is_f16 else (xk, xq, down)
+        for value, to in (
+            (k_.load() * pre8.load() * b8.load(), toKb),
+            (q_.load() * pre8.load(), toQg),
+            (r_.load() * post8.load(), toKr),
+        ):
+            out = cute.make_rmem_tensor((8,), dtype)
+            out.store(value.to(dtype))
+            out = cute.make_tensor(out.iterator, cute.make_layout(((2, 2), 1, 2)))
+            cute.copy(st, st.get_slice(lane).retile(out)[None, None, 0], to[None, None, s])
+        if wid < 3:  # for the warps below: [n-block = ri][hi][ci]
+            ours = cute.make_rmem_tensor((8,), dtype)
+            for e in cutlass.range_constexpr(8):
+                ours[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = kr8[e]
+            cute.autovec_copy(ours, sX[None, lane, s, wid])
+        for hi in cutlass.range_constexpr(2):
+            a_k, a_q = [cute.make_rmem_tensor(((2, 2), 1), F32) for _ in range(2)]
+            for e in cutlass.range_constexpr(4):
+                a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = xk[e + 4 * hi], xq[e + 4 * hi]
+            for nb in cutlass.range_constexpr(2):
+                y = cute.recast_tensor(cute.make_tensor(kd.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1))), TF32)
+                for a, acc in ((a_k, accA), (a_q, accP)):
+                    d = corner(acc, 24 + 4 * nb)
+                    cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()
+    if wid == 0:
+        for i, s in enumerate((sKb, sQg, sKr)):
+            s_part, g_part = tma_split(tma_tiles, s, cute.local_tile(gTiles, (64, 128), (3 * record + i, 0)))
+            cute.copy(tma_tiles, s_part, g_part)
+        cute.arch.cp_async_bulk_commit_group()
+
+    # -- blocks below the diagonal: our rows, another warp's registers as columns
+    for J in cutlass.range_constexpr(3):
+        if wid > J:
+            for s in cutlass.range_constexpr(8):
+                theirs = cute.make_rmem_tensor((8,), dtype)
+                cute.autovec_copy(sX[None, lane, s, J], theirs)
+                if wid > J + 1:  # whole blocks lie between
+                    which = I32(1)
+                    if cutlass.const_expr(J == 0):
+                        which = I32(0) if wid == 2 else I32(2)
+                    decay = cute.make_rmem_tensor((8,), dtype)
+                    for hi in cutlass.range_constexpr(2):
+                        two = cute.make_rmem_tensor((1, 2), dtype)
+                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), two)
+                        for nb in cutlass.range_constexpr(2):
+                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = two[0], two[1]
+                    theirs.store((theirs.load().to(wide) * decay.load().to(wide)).to(dtype))
+                for nb in cutlass.range_constexpr(2):
+                    key = cute.make_tensor(theirs.iterator + 4 * nb, cute.make_layout(((2, 2), 1)))
+                    for a, acc in ((kl, accA), (ql, accP)):
+                        target = corner(acc, 8 * J + 4 * nb)
+                        cute.gemm(mma_scores, target, a[None, None, s], key, target)
+    cute.arch.sync_threads()  # the keys have been read; A takes their place
+
+    # -- A to shared memory, P out
+    diagonal = block_of(sA, wid, wid)
+    for nb in cutlass.range_constexpr(2):
+        for ri in cutlass.range_constexpr(2):
+            row, e = r + 8 * ri, 2 * ri + 4 * nb
+            for ci in cutlass.range_constexpr(2):
+                col = 8 * nb + 2 * c + ci
+                accA[24 + e + ci] = accA[24 + e + ci] if col < row else F32(0.0)
+                accP[24 + e + ci] = accP[24 + e + ci] if col <= row else F32(0.0)
+            for J in cutlass.range_constexpr(4):
+                p0, p1 = F32(0.0), F32(0.0)
+                if cutlass.const_expr(J < 3):  # noqa: SIM102 (decided when compiled, and then when run)
+                    if wid > J:
+                        p0, p1 = accP[8 * J + e], accP[8 * J + e + 1]
+                        store_scaled(block_of(sA, wid, J), row, 4 * nb + c, accA, 8 * J + e, b[ri])
+                if wid == J:
+                    p0, p1 = accP[24 + e], accP[24 + e + 1]
+                store_pair(mP, 64 * record + 16 * wid + row, 16 * J + 8 * nb + 2 * c, p0, p1, dtype)
+            store_scaled(diagonal, row, 4 * nb + c, accA, 24 + e, b[ri])
+    cute.arch.sync_warp()
+    inverse16(diagonal, lane)
+    cute.arch.sync_threads()
+
+    # -- T^T out
+    cols = cute.make_rmem_tensor((32,), F32)
+    inverse_columns(mma_tf32, sA, wid, lane, cols)
+    for i in cutlass.range_constexpr(4):
+        for nb in cutlass.range_constexpr(2):
+            for ri in cutlass.range_constexpr(2):
+                e = 2 * ri + 4 * nb + 8 * i
+                store_pair(mT, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c, cols[e], cols[e + 1], dtype)
+    if wid == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,540 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA on Hopper, second half: the state walks over the chunks that `kda_prepare` made and never leaves the registers.
+
+A chunk, with the state S [128 dk, 128 dv] in float32:
+    R = kb S,   o = qg S                      two products with the same A operand
+    U = T (b v - R)
+    o += P U,   S <- e^{G_C} S + kr^T U
+All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each
+and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
+
+Segments. Where (sequence, head) pairs are too few to fill the GPU, sequences are cut into segments of L chunks that run at the
+same time. What a segment lacks is the state at its start.
+  * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
+    without output.
+  * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from this same walk in map
+    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
+Which it is, every warp finds out for itself from the data. Where all segments are warm the map kernel ends at once.
+
+| warps      | role                                       | registers |
+|------------|--------------------------------------------|-----------|
+| 0          | TMA loads                                  | 24        |
+| 4-7, 8-11  | the walk, 64 rows dv each                  | 240       |
+
+| shared memory                 | bytes  |
+|-------------------------------|--------|
+| kb, qg, kr, v: two stages     | 128 K  |
+| T, P: two stages              | 32 K   |
+| o                             | 16 K   |
+| e^{G_C}, b: two stages        | 2 K    |
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cula.ops.cute.common.tiles import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    allocate_tile,
+    issue,
+    rounded,
+    rows_and_columns,
+    seen_as_a,
+    swapped,
+    tile_at,
+    tma_split,
+)
+
+from .kda_cut import first_chunk, place
+from .kda_prepare import BETA, BOUND, VEC
+
+STAGES = 2
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+WARM = 4  # chunks that a segment may walk before its own
+FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
+TILE_BYTES, SQUARE_BYTES, MAP_BYTES = 64 * 128 * 2, 64 * 64 * 2, 128 * 128 * 2
+
+
+# What fp16 can hold
+
+
+@cute.jit
+def scale_rows(S: cute.Tensor, factor: cute.Tensor):
+    for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
+        S[0, j] = S[0, j] * factor[0]
+        S[1, j] = S[1, j] * factor[1]
+
+
+@cute.jit
+def unscale_rows(S: cute.Tensor, factor: cute.Tensor):
+    """Divide by powers of two, exactly."""
+    back = cute.make_rmem_tensor((2,), F32)
+    for a in cutlass.range_constexpr(2):
+        cute.recast_tensor(back, I32)[a] = I32(254 << 23) - cute.recast_tensor(factor, I32)[a]
+    scale_rows(S, back)
+
+
+@cute.jit
+def largest(S: cute.Tensor, top: cute.Tensor):
+    """top[row] <- max(top[row], |S[row, :]|), of the columns that this thread holds."""
+    for a in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            x = S[a, j].to(F32)
+            top[a] = cute.arch.fmax(top[a], cute.arch.fmax(x, -x))
+
+
+@cute.jit
+def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
+    """Scale rows of S by a power of two when they, or rows of v with largest values `top`, leave what fp16 holds well.
+
+    The recurrence is linear in (v, S) and rows dv do not mix, so a row may run scaled by `factor` if its v is too and what leaves
+    is divided by it. The window leaves room for what one chunk can add. Small rows are scaled up by no more than 2^24 in all.
+    """
+    largest(S, top)
+    leaves = I32(0)
+    for a in cutlass.range_constexpr(2):
+        for off in (1, 2):
+            top[a] = cute.arch.fmax(top[a], cute.arch.shuffle_sync_bfly(top[a], offset=off))
+        is_small = top[a] < F32(1.0 / 256) and top[a] > F32(0.0) and factor[a] < F32(2.0**24)
+        leaves = I32(1) if top[a] > F32(256.0) or is_small else leaves
+    if cute.arch.vote_any_sync(leaves == 1):
+        move = cute.make_rmem_tensor((2,), F32)
+        for a in cutlass.range_constexpr(2):
+            exponent = cute.recast_tensor(top, I32)[a] >> 23
+            room = I32(254 + 24) - (cute.recast_tensor(factor, I32)[a] >> 23)  # the exponent of 2^24 / factor
+            power = cutlass.min(cutlass.max(I32(254) - exponent, I32(1)), room)  # that of 2^-floor(log2 top)
+            power = power if top[a] > F32(0.0) and exponent < 255 else I32(127)  # nothing for 0, infinity and NaN
+            cute.recast_tensor(move, I32)[a] = power << 23
+            factor[a] = factor[a] * move[a]
+        scale_rows(S, move)
+
+
+# Segments
+
+
+@cute.jit
+def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
+    """How many chunks before number `end` forget all that came earlier; 0 if neither WARM of them nor the `have` there are do."""
+    bound = cute.make_rmem_tensor((WARM,), F32)
+    for w in cutlass.range_constexpr(WARM):
+        bound[w] = mVec[cutlass.max(end - 1 - w, 0), hv, BOUND]
+    total, found = F32(0.0), I32(0)
+    for w in cutlass.range_constexpr(WARM):
+        total += bound[w]
+        found = I32(w + 1) if found == 0 and w < have and total < F32(FORGOTTEN) else found
+    return found
+
+
+@cute.jit
+def load_map(tma_m: cute.CopyAtom, parts: cutlass.Constexpr, bar: cute.Pointer, odd: cutlass.Constexpr, record: I32):
+    """M of a segment, hi and lo, into one of the two places."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * MAP_BYTES)
+    for half in cutlass.range_constexpr(2):
+        s_part, g_part = parts[2 * odd + half]
+        cute.copy(tma_m, g_part[None, 2 * record + half], s_part, tma_bar_ptr=bar)
+
+
+@cute.jit
+def chain(
+    accS: cute.Tensor,
+    factor: cute.Tensor,
+    mma_s: cute.TiledMma,
+    thr_s: cutlass.Constexpr,
+    maps: cutlass.Constexpr,
+    tiles: cutlass.Constexpr,
+    lm: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    bars: cute.Pointer,
+    both: cutlass.Constexpr,
+    ours: cutlass.Constexpr,
+    is_issuer: cutlass.Boolean,
+    record: I32,
+    step: I32,
+    n: I32,
+):
+    """accS <- M_{n-1} (... M_0 S + B_0 ...) + B_{n-1}; map i has the number record + i * step.
+
+    S and M are pairs of 16-bit values, hi + lo; their product leaves lo lo out. Maps pass through the memory of the chunks' tiles
+    (a [128, 128] one is two stages of [64, 128]), in two places by turns, so that the next comes while one is applied.
+    """
+    tma_m, gM, mB = maps
+    sM = [tile_at(t, lm, dtype) for t in tiles]
+    bM = [thr_s.make_fragment_B(thr_s.partition_B(swapped(s))) for s in sM]  # [N = dk out, K = dk in]
+    parts = [tma_split(tma_m, s, cute.local_tile(gM, (128, 128), (None, 0))) for s in sM]
+    for odd in cutlass.range_constexpr(2):
+        if odd < n and is_issuer:
+            load_map(tma_m, parts, bars + odd, odd, record + odd * step)
+    # B of the next step comes while one is multiplied. (Only where a factor is applied to it: else the compiler would load it
+    # right into accumulators in flight.)
+    is_ahead = cutlass.const_expr(dtype is F16)
+    following = cute.make_rmem_tensor_like(accS, F32)
+    if is_ahead:
+        cute.autovec_copy(ours(mB[record, None, None]), following)
+    for i in cutlass.range(0, n, 2, unroll=1):
+        for odd in cutlass.range_constexpr(2):
+            if i + odd < n:
+                if is_ahead:
+                    top = cute.make_rmem_tensor((2,), F32)
+                    top.fill(0.0)
+                    keep_in_range(rows_and_columns(accS), top, factor)
+                hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
+                low.store((accS.load() - accS.load().to(dtype).to(F32)).to(dtype))
+                if is_ahead:
+                    accS.store(following.load())
+                    scale_rows(rows_and_columns(accS), factor)
+                else:
+                    cute.autovec_copy(ours(mB[record + (i + odd) * step, None, None]), accS)
+                cute.arch.mbarrier_wait(bars + odd, (i // 2) % 2)
+                warpgroup.fence()
+                atom = cute.make_mma_atom(mma_s.op)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1])):
+                    for k in cutlass.range_constexpr(8):
+                        cute.gemm(atom, accS, seen_as_a(a)[None, None, k], b[None, None, k], accS)
+                warpgroup.commit_group()
+                if is_ahead:
+                    cute.autovec_copy(ours(mB[record + cutlass.min(i + odd + 1, n - 1) * step, None, None]), following)
+                warpgroup.wait_group(0)
+                both.arrive_and_wait()
+                if i + odd + 2 < n and is_issuer:
+                    load_map(tma_m, parts, bars + odd, odd, record + (i + odd + 2) * step)
+
+
+# The kernel
+
+
+@cute.kernel
+def state_kernel(
+    tma_tiles: cute.CopyAtom,
+    gTiles: cute.Tensor,
+    tma_t: cute.CopyAtom,
+    gT: cute.Tensor,
+    tma_p: cute.CopyAtom,
+    gP: cute.Tensor,
+    tma_vec: cute.CopyAtom,
+    gVec: cute.Tensor,
+    tma_v: cute.CopyAtom,
+    gV: cute.Tensor,
+    tma_o: cute.CopyAtom,
+    gO: cute.Tensor,
+    tma_m: cute.CopyAtom,
+    gM: cute.Tensor,
+    mO: cute.Tensor,
+    mVec: cute.Tensor,
+    mH0: cute.Tensor,
+    mHt: cute.Tensor,
+    mB: cute.Tensor,
+    mM: cute.Tensor,
+    mCu: cute.Tensor,
+    has_h0: I32,
+    has_ht: I32,
+    L: I32,
+    length: I32,
+    steps: I32,
+    mma_x: cute.TiledMma,
+    mma_t: cute.TiledMma,
+    mma_s: cute.TiledMma,
+    lt: cute.ComposedLayout,
+    lv: cute.ComposedLayout,
+    lsq: cute.ComposedLayout,
+    lo: cute.ComposedLayout,
+    lm: cute.ComposedLayout,
+    dtype: cutlass.Constexpr,
+    is_map: cutlass.Constexpr,
+):
+    """A block for each (value head, number of a segment); in map mode two, for B and M."""
+    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
+    cute.arch.griddepcontrol_launch_dependents()
+    hv, number, which = cute.arch.block_idx()
+    seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
+    chunk0 = first_chunk(seq, begin, length)
+    chunks = (tokens + 63) // 64
+    i, segments = number - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
+    start, is_busy = i * L, i < segments
+    warm, cold = I32(0), I32(0)
+    if cutlass.const_expr(is_map):
+        # wanted if any segment of the sequence starts cold; M of the first only for an initial state, nothing of the last
+        lane, any_cold = cute.arch.lane_idx(), I32(0)
+        for s in cutlass.range(1, segments, 32, unroll=1):
+            at = cutlass.min(s + lane, segments - 1) * L
+            any_cold = I32(1) if cute.arch.vote_any_sync(warm_chunks(mVec, hv, chunk0 + at, at) == 0) else any_cold
+        is_needed = which == 0 or i > 0 or has_h0 == 1
+        is_busy = i < segments - 1 and any_cold == 1 and is_needed
+    else:
+        if is_busy and i > 0:
+            warm = warm_chunks(mVec, hv, chunk0 + start, start)
+            cold = I32(1) if warm == 0 else I32(0)
+    if is_busy:
+        walk(
+            (tma_tiles, gTiles, tma_t, gT, tma_p, gP, tma_vec, gVec, tma_v, gV, tma_o, gO, tma_m, gM),
+            (mO, mH0, mHt, mB, mM),
+            (mma_x, mma_t, mma_s),
+            (lt, lv, lsq, lo, lm),
+            dtype,
+            is_map,
+            mVec.shape[1],
+            hv,
+            seq,
+            begin,
+            tokens,
+            chunk0,
+            first_segment,
+            i,
+            start - warm,
+            start,
+            cutlass.min(start + L, chunks),
+            cold,
+            which,
+            has_h0,
+            I32(1) if i == segments - 1 and has_ht == 1 else I32(0),
+        )
+
+
+@cute.jit
+def walk(
+    tma: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
+    layouts: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    is_map: cutlass.Constexpr,
+    HV: I32,
+    hv: I32,
+    seq: I32,
+    begin: I32,
+    tokens: I32,
+    chunk0: I32,
+    first_segment: I32,
+    i: I32,
+    from_chunk: I32,
+    out_from: I32,
+    to_chunk: I32,
+    cold: I32,
+    which: I32,
+    has_h0: I32,
+    has_ht: I32,
+):
+    """Chunks [from_chunk, to_chunk) of a sequence, with output from `out_from` on."""
+    tma_tiles, gTiles, tma_t, gT, tma_p, gP, tma_vec, gVec, tma_v, gV, tma_o, gO, tma_m, gM = tma
+    mO, mH0, mHt, mB, mM = memory
+    mma_x, mma_t, mma_s = mmas
+    lt, lv, lsq, lo, lm = layouts
+    tid, _, _ = cute.arch.thread_idx()
+    warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
+
+    smem = SmemAllocator()
+    sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
+    sV = allocate_tile(smem, lv)
+    sT, sP = allocate_tile(smem, lsq, dtype), allocate_tile(smem, lsq, dtype)
+    sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
+    sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
+    bars = smem.allocate_array(cutlass.Int64, 2 * STAGES)
+    map_bars = smem.allocate_array(cutlass.Int64, 2)
+    if warp_id == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(map_bars, 1)
+            cute.arch.mbarrier_init(map_bars + 1, 1)
+    ring = pipeline.PipelineTmaAsync.create(
+        num_stages=STAGES,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 8),  # warps
+        tx_count=(3 * TILE_BYTES + SQUARE_BYTES if cutlass.const_expr(is_map) else 4 * TILE_BYTES + 2 * SQUARE_BYTES) + 4 * VEC,
+        barrier_storage=bars,
+    )  # ends in a fence and a barrier of the block, which show map_bars too
+    producer, consumer = ring.make_participants()
+    chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
+
+    if warpgroup_id == 0:
+        # -- the producer
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        if warp_id == 0:
+            if cold == 1:
+                chained.arrive_and_wait()
+            tiles = cute.local_tile(gTiles, (64, 128), (None, 0))
+            kb_s, tiles_g = tma_split(tma_tiles, sKb, tiles)
+            qg_s, _ = tma_split(tma_tiles, sQg, tiles)
+            kr_s, _ = tma_split(tma_tiles, sKr, tiles)
+            t_s, t_g = tma_split(tma_t, sT, cute.local_tile(gT, (64, 64), (None, 0)))
+            p_s, p_g = tma_split(tma_p, sP, cute.local_tile(gP, (64, 64), (None, 0)))
+            e_s, e_g = tma_split(tma_vec, sVec, cute.local_tile(gVec, (1, VEC), (None, 0)))
+            of_v = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 128), (None, 0))
+            v_s, v_g = tma_split(tma_v, sV, of_v)
+            for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
+                record = (chunk0 + chunk) * HV + hv
+                h = producer.acquire_and_advance()
+                cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, h.index], tma_bar_ptr=h.barrier)
+                cute.copy(tma_v, v_g[None, chunk], v_s[None, h.index], tma_bar_ptr=h.barrier)
+                cute.copy(tma_vec, e_g[None, record], e_s[None, h.index], tma_bar_ptr=h.barrier)
+                cute.copy(tma_t, t_g[None, record], t_s[None, h.index], tma_bar_ptr=h.barrier)
+                cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, h.index], tma_bar_ptr=h.barrier)
+                if cutlass.const_expr(not is_map):
+                    cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, h.index], tma_bar_ptr=h.barrier)
+                    cute.copy(tma_p, p_g[None, record], p_s[None, h.index], tma_bar_ptr=h.barrier)
+            producer.tail()
+    else:
+        # -- a consumer: 64 rows dv
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        part = warpgroup_id - 1
+        thread = tid % 128
+        is_storing = thread // 32 == 0  # the warp that issues TMA stores
+        mine = pipeline.NamedBarrier(barrier_id=1 + part, num_threads=128)
+        both = pipeline.NamedBarrier(barrier_id=3, num_threads=256)
+        is_f16 = cutlass.const_expr(dtype is F16)
+
+        thr_x, thr_t, thr_s = mma_x.get_slice(thread), mma_t.get_slice(thread), mma_s.get_slice(thread)
+        accS = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128)))
+        accX = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
+        accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
+        accO = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
+        bKb, bQg = [thr_x.make_fragment_B(thr_x.partition_B(s)) for s in (sKb, sQg)]  # [N = token, K = dk]
+        bP = thr_x.make_fragment_B(thr_x.partition_B(sP))  # [N = t, K = i]
+        bT = thr_t.make_fragment_B(thr_t.partition_B(swapped(sT)))  # [N = t, K = i], stored [i, t]
+        bKr = thr_s.make_fragment_B(thr_s.partition_B(swapped(sKr)))  # [N = dk, K = token]
+        # v^T comes in, and o^T leaves, as an accumulator lies; (st/ld)matrix turns [token, channel] tiles round
+        load_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_x).get_slice(thread)
+        store_o = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16), mma_x).get_slice(thread)
+        v_s = load_v.partition_S(swapped(cute.local_tile(sV, (64, 64, STAGES), (0, part, 0))))
+        sO_part = sO[None, None, part]
+        o_s = store_o.partition_D(swapped(sO_part))
+        at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
+        at_x = rows_and_columns(thr_x.partition_C(cute.make_identity_tensor((64, 64))))
+        ours = lambda m: thr_s.partition_C(cute.local_tile(m, (64, 128), (part, 0)))  # of a [V, K] matrix
+        S, X = rows_and_columns(accS), rows_and_columns(accX)
+
+        # -- the state to begin with
+        factor = cute.make_rmem_tensor((2,), F32)
+        factor.fill(1.0)
+        accS.fill(0.0)
+        if cutlass.const_expr(is_map):
+            if which == 1:
+                for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                    for a in cutlass.range_constexpr(2):
+                        S[a, j] = F32(1.0) if at_s[a, j][0] + 64 * part == at_s[a, j][1] else F32(0.0)
+        else:
+            if has_h0 == 1 and (from_chunk == 0 or cold == 1):
+                cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
+            if cold == 1:
+                record = first_segment * HV + hv
+                if has_h0 == 0:  # from zero the first map gives its B
+                    cute.autovec_copy(ours(mB[record, None, None]), accS)
+                    record += HV
+                chain(
+                    accS,
+                    factor,
+                    mma_s,
+                    thr_s,
+                    (tma_m, gM, mB),
+                    (sKb, sQg, sKr, sV),
+                    lm,
+                    dtype,
+                    map_bars,
+                    both,
+                    ours,
+                    warp_id == 4,
+                    record,
+                    HV,
+                    i - 1 + has_h0,
+                )
+                chained.arrive_and_wait()
+
+        of_o = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
+        o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_o)
+        o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
+
+        # -- the chunks
+        for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
+            left = tokens - chunk * 64
+            h = consumer.wait_and_advance()
+            rV = cute.make_rmem_tensor_like(accX, BF16)
+            cute.copy(load_v, v_s[None, None, None, h.index], load_v.retile(rV))
+            V = rows_and_columns(rV)
+            if is_f16:
+                top = cute.make_rmem_tensor((2,), F32)
+                top.fill(0.0)
+                largest(V, top)
+                for a in cutlass.range_constexpr(2):
+                    top[a] = top[a] * factor[a]
+                    if cutlass.const_expr(is_map):
+                        top[a] = top[a] if which == 0 else F32(0.0)  # M does not see v
+                keep_in_range(S, top, factor)
+            aS = seen_as_a(rounded(accS, dtype))
+            issue(mma_x, accX, aS, bKb[None, None, None, h.index], False)
+            if cutlass.const_expr(not is_map):
+                issue(mma_x, accO, aS, bQg[None, None, None, h.index], False)
+            for j in cutlass.range_constexpr(cute.size(S, mode=[1])):  # meanwhile the state decays
+                decay = sVec[0, at_s[0, j][1], h.index]
+                for a in cutlass.range_constexpr(2):
+                    S[a, j] = S[a, j] * decay
+            warpgroup.wait_group(0 if cutlass.const_expr(is_map) else 1)  # R
+            for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
+                beta = sVec[0, BETA + at_x[0, j][1], h.index]
+                if cutlass.const_expr(is_map):
+                    beta = beta if which == 0 else F32(0.0)
+                for a in cutlass.range_constexpr(2):
+                    x = V[a, j].to(F32)
+                    if is_f16:
+                        x = x * factor[a]
+                    X[a, j] = beta * x - X[a, j]
+            if left < 64:  # v past the end is someone else's
+                for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
+                    for a in cutlass.range_constexpr(2):
+                        X[a, j] = X[a, j] if at_x[a, j][1] < left else F32(0.0)
+            issue(mma_t, accU, seen_as_a(rounded(accX, dtype)), bT[None, None, None, h.index], False)
+            warpgroup.wait_group(0)
+            aU = seen_as_a(rounded(accU, dtype))
+            if cutlass.const_expr(not is_map):
+                issue(mma_x, accO, aU, bP[None, None, None, h.index], True)
+            issue(mma_s, accS, aU, bKr[None, None, None, h.index], True)
+            if cutlass.const_expr(not is_map):
+                warpgroup.wait_group(1)  # o; S is on its way
+                if chunk >= out_from:
+                    if is_f16:
+                        unscale_rows(rows_and_columns(accO), factor)
+                    rO = rounded(accO)
+                    if is_storing:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    mine.arrive_and_wait()
+                    cute.copy(store_o, store_o.retile(rO), o_s)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    mine.arrive_and_wait()
+                    if left >= 64:
+                        if is_storing:
+                            cute.copy(tma_o, o_tiles_s[None, part], o_tiles_g[None, chunk])
+                            cute.arch.cp_async_bulk_commit_group()
+                    else:  # TMA would write on into the next sequence
+                        for p in cutlass.range_constexpr(4):
+                            row = p * 16 + thread // 8
+                            if row < left:
+                                cute.autovec_copy(
+                                    cute.local_tile(sO_part, (1, 8), (row, thread % 8)),
+                                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, thread % 8)),
+                                )
+            warpgroup.wait_group(0)
+            h.release()
+
+        # -- what is left
+        if is_f16:
+            unscale_rows(S, factor)
+        if cutlass.const_expr(is_map):
+            record = (first_segment + i) * HV + hv
+            if which == 0:
+                cute.autovec_copy(accS, ours(mB[record, None, None]))
+            else:
+                hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
+                low.store((accS.load() - hi.load().to(F32)).to(dtype))
+                cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
+                cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
+        else:
+            if has_ht == 1:
+                cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
+            if is_storing:
+                cute.arch.cp_async_bulk_wait_group(0)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in the form that the CuTe kernels take them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
+
+
+def as_tokens(t: Tensor) -> Tensor:
+    """[B, T, H, D] or [B, T, H] whose first two dimensions flatten into one and which TMA can address; a copy only where it is
+    not so already."""
+    unit = TMA_BYTES // t.element_size() if t.dim() == 4 else 1
+    B, T = t.shape[:2]
+    stride = t.stride()
+    is_flat = B == 1 or T == 1 or stride[0] == T * stride[1]
+    if is_flat and stride[-1] == 1 and not any(s % unit for s in stride[:-1]) and not (t.dim() == 4 and t.data_ptr() % TMA_BYTES):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def no_states(device: torch.device, V: int, K: int) -> Tensor:
+    """For where a call has no states: of the right form, and empty."""
+    return torch.empty((0, 1, V, K), dtype=torch.float32, device=device)
+
+
+@functools.cache
+def no_places(device: torch.device) -> Tensor:
+    """For where a call has no offsets or indices."""
+    return torch.empty(0, dtype=torch.int32, device=device)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers of a block: named ones and mbarriers."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.support.ptx.instruction import Address
+from tests.support.ptx.values import U32, SimulationError, Unsupported
+
+
+class Wait(NamedTuple):
+    """Why a warp cannot go on: until `is_over()`; `finish`, if it has one, is then told True, or False if it gave up."""
+
+    is_over: object
+    finish: object = None
+
+
+class Mbarrier:
+    """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
+
+    def __init__(self, count):
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def arrive(self, n=1):
+        self.pending -= n
+        if self.pending < 0:
+            raise SimulationError("too many arrivals on an mbarrier")
+        self.settle()
+
+    def expect(self, n):
+        """Announce n bytes, or with a negative n take note that they have come."""
+        self.bytes += n
+
+    def settle(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+class Barriers:
+    """What `bar` and `mbarrier` instructions do."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def start(self):
+        self.named, self.at = {}, {}
+
+    def named_barrier(self, i, warp, lanes):
+        if not lanes.all():
+            raise SimulationError(f"{i.text} in divergent code")
+        block = self.block
+        number = int(block.value(i.args[0], "U", warp)[0])
+        count = int(block.value(i.args[1], "U", warp)[0]) if len(i.args) > 1 else 32 * block.warps
+        barrier = self.named.setdefault(number, [0, 0])  # threads that have come, rounds that are over
+        barrier[0] += 32
+        rounds = barrier[1]
+        if barrier[0] == count:
+            barrier[:] = 0, rounds + 1
+            block.progress += 1
+        elif barrier[0] > count:
+            raise SimulationError(f"{i.text}: more threads than the barrier's count")
+        return None if "arrive" in i.parts else Wait(lambda: barrier[1] > rounds)
+
+    def mbarrier(self, i, warp, lanes):
+        kind, block, A = i.parts[1], self.block, i.args
+        if kind == "init":
+            addresses, counts = block.address(A[0], warp), block.value(A[1], "U", warp)
+            for lane in np.flatnonzero(lanes):
+                self.at[int(addresses[lane])] = Mbarrier(int(counts[lane]))
+        elif kind in ("arrive", "expect_tx"):
+            self.arrive(i, warp, lanes)
+        elif kind in ("try_wait", "test_wait"):
+            return self.wait(i, warp, lanes)
+        elif kind != "inval":
+            raise Unsupported(i.text)
+        return None
+
+    def arrive(self, i, warp, lanes):
+        block, expects, arrives = self.block, "expect_tx" in i.parts, i.parts[1] == "arrive"
+        where = next(n for n, a in enumerate(i.args) if isinstance(a, Address))
+        addresses, rest = block.address(i.args[where], warp), i.args[where + 1 :]
+        numbers = block.value(rest[0], "U", warp) if rest else np.ones(32, U32)
+        for lane in np.flatnonzero(lanes):
+            barrier, n = self.find(addresses[lane]), int(numbers[lane])
+            if expects:
+                barrier.expect(n)
+            if arrives:
+                barrier.arrive(1 if expects else n)
+            else:
+                barrier.settle()
+        block.progress += 1
+
+    def wait(self, i, warp, lanes):
+        if "parity" not in i.parts:
+            raise Unsupported(i.text)
+        block, to = self.block, i.args[0]
+        barrier = self.find(block.uniform(block.address(i.args[1], warp), lanes, "an mbarrier's address"))
+        parity = block.uniform(block.value(i.args[2], "U", warp), lanes, "the parity")
+        block.write(to, warp, True, lanes)
+        if barrier.phase != parity:
+            return None
+        return Wait(lambda: barrier.phase != parity, lambda done: block.write(to, warp, done, lanes))
+
+    def find(self, address):
+        barrier = self.at.get(int(address))
+        if barrier is None:
+            raise SimulationError(f"no mbarrier at {int(address):#x}")
+        return barrier

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that run by themselves: TMA tensor copies, bulk copies of plain bytes, and cp.async."""
+
+import numpy as np
+
+from tests.support.ptx.instruction import Address
+from tests.support.ptx.memory import TensorMap
+from tests.support.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
+
+
+class Copies:
+    """What `cp` instructions do.
+
+    A load that signals an mbarrier happens at issue or when nothing else can go on, as the order says. A store reads shared
+    memory when it is waited for, so what is overwritten too early is seen; cp.async writes when it is waited for.
+    """
+
+    def __init__(self, block):
+        self.block = block
+
+    def start(self):
+        n = self.block.warps
+        self.maps = {}
+        self.stores, self.store_groups = [[] for _ in range(n)], [[] for _ in range(n)]
+        self.loads, self.load_groups = [[] for _ in range(n)], [[] for _ in range(n)]
+
+    def finish(self):
+        if any(self.stores) or any(self.store_groups):
+            raise SimulationError("a bulk store may still be reading shared memory at exit: nothing waited for it")
+
+    def execute(self, i, warp, lanes):
+        if i.starts("cp.async.bulk.commit_group"):
+            self.store_groups[warp].append(self.stores[warp])
+            self.stores[warp] = []
+        elif i.starts("cp.async.bulk.wait_group"):
+            run_down(self.store_groups[warp], int(i.args[0]))
+        elif i.starts("cp.async.bulk.tensor"):
+            self.tensor(i, warp, lanes)
+        elif i.starts("cp.async.bulk") and "prefetch" not in i.parts:
+            self.plain(i, warp, lanes)
+        elif i.starts("cp.async.ca", "cp.async.cg"):
+            self.small(i, warp, lanes)
+        elif i.starts("cp.async.commit_group"):
+            self.load_groups[warp].append(self.loads[warp])
+            self.loads[warp] = []
+        elif i.starts("cp.async.wait_group"):
+            run_down(self.load_groups[warp], int(i.args[0]))
+        elif i.starts("cp.async.wait_all"):
+            self.load_groups[warp].append(self.loads[warp])
+            self.loads[warp] = []
+            run_down(self.load_groups[warp], 0)
+        elif not i.starts("cp.async.bulk.prefetch"):
+            raise Unsupported(i.text)
+
+    def tensor(self, i, warp, lanes):
+        is_load, block = i.parts[5].startswith("shared"), self.block
+        if any(word in i.op for word in ("multicast", "im2col", "cta_group", "prefetch")):
+            raise Unsupported(i.op)
+        # The DSL elects a lane for loads but not for stores, which become one uniform instruction a warp: done once.
+        if is_load and lanes.sum() != 1:
+            raise SimulationError("a TMA load is issued by more than one lane")
+        lane = int(np.argmax(lanes))
+        pick = lambda operand: int(block.address(operand, warp)[lane])
+        descriptor, shared = (i.args[1], pick(i.args[0])) if is_load else (i.args[0], pick(i.args[1]))
+        tensor_map = self.tensor_map(pick(descriptor))
+        coordinates = [int(block.value(x, "S", warp)[lane]) for x in descriptor.coordinates]
+        if len(coordinates) != tensor_map.rank:
+            raise SimulationError(f"{len(coordinates)} TMA coordinates for a descriptor of rank {tensor_map.rank}")
+        block.check_shared(shared, tensor_map.bytes, 128, "TMA")
+        move = lambda: self.move(tensor_map, coordinates, shared, is_load)
+        if is_load:
+            self.load_later(move, tensor_map.bytes, pick(i.args[2]))
+        else:
+            self.stores[warp].append(move)
+
+    def tensor_map(self, address):
+        if address not in self.maps:
+            start = address - PARAM_BASE
+            if not 0 <= start < len(self.block.parameters):
+                raise Unsupported("a TMA descriptor outside the kernel's parameters")
+            self.maps[address] = TensorMap(bytes(self.block.parameters[start : start + 128]))
+        return self.maps[address]
+
+    def move(self, tensor_map, coordinates, shared, is_load):
+        block, element = self.block, tensor_map.element
+        offset, inside, smem_address = tensor_map.place(coordinates, shared)
+        offset += tensor_map.address - GMEM_BASE
+        block.gmem.check(offset[inside], element, f"TMA ({tensor_map})")
+        smem, there = block.smem_words[element], (smem_address - SMEM_BASE) // element
+        gmem, here = block.gmem.words[element], offset // element
+        if is_load:  # what is outside reads as zero
+            smem[there] = np.where(inside, gmem[np.where(inside, here, 0)], gmem.dtype.type(0))
+        else:
+            gmem[here[inside]] = smem[there[inside]]
+
+    def load_later(self, move, n, barrier_address):
+        barrier = self.block.barriers.find(barrier_address)
+
+        def arrive():
+            move()
+            barrier.expect(-n)
+            barrier.settle()
+
+        if self.block.order.late_loads:
+            self.block.events.append(arrive)
+        else:
+            arrive()
+
+    def plain(self, i, warp, lanes):
+        """cp.async.bulk of n bytes, either way."""
+        block, is_load = self.block, i.parts[3].startswith("shared")
+        if any(word in i.op for word in ("multicast", "cp_mask", "reduce")) or i.parts[4].startswith("shared") == is_load:
+            raise Unsupported(i.op)
+        for lane in np.flatnonzero(lanes):
+            to, source = (int(block.address(a, warp)[lane]) for a in i.args[:2])
+            n = int(block.value(i.args[2], "U", warp)[lane])
+            shared, offset = (to, source - GMEM_BASE) if is_load else (source, to - GMEM_BASE)
+            if n % 16 or offset % 16:
+                raise SimulationError(f"a bulk copy of {n} bytes at {offset + GMEM_BASE:#x}: both must be multiples of 16")
+            block.check_shared(shared, n, 16, "bulk copy")
+            block.gmem.check(np.arange(offset, offset + n, 16, dtype=S64), 16, "bulk copy")
+            gmem = block.gmem.bytes[offset : offset + n]
+            smem = block.smem[shared - SMEM_BASE : shared - SMEM_BASE + n]
+            if is_load:
+                barrier = int(block.address(i.args[3], warp)[lane])
+                self.load_later(lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, barrier)
+            else:
+                self.stores[warp].append(lambda smem=smem, gmem=gmem: np.copyto(gmem, smem))
+
+    def small(self, i, warp, lanes):
+        """cp.async of 4, 8 or 16 bytes a lane; what is beyond the source size is zero."""
+        block, n = self.block, int(i.args[2])
+        to, source = (block.address(a, warp)[lanes] for a in i.args[:2])
+        sizes = np.full(32, n, S64)
+        if len(i.args) > 3 and not isinstance(i.args[3], Address):
+            sizes = block.value(i.args[3], "U", warp).astype(S64)
+        sizes = sizes[lanes]
+        words, at = block.locate("shared", to, min(n, 8), max(1, n // 8))
+        del words, at  # checked; bytes are moved below
+        read = sizes > 0
+        if read.any():
+            block.locate("global", source[read], min(n, 8), max(1, n // 8))
+        data = np.zeros((len(to), n), np.uint8)
+        each = np.arange(n)
+        data[read] = block.gmem.bytes[source[read][:, None] - GMEM_BASE + each]
+        data[each[None, :] >= sizes[:, None]] = 0
+
+        def land():
+            block.smem[to[:, None] - SMEM_BASE + each] = data
+
+        self.loads[warp].append(land)
+
+
+def run_down(groups, left):
+    """Do the oldest groups until so many are left."""
+    while len(groups) > left:
+        for do in groups.pop(0):
+            do()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile a variant, run its host code and its kernels on the CPU."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cula.ops.cute import build, loader
+from cula.ops.cute.variants import modules_of
+from tests.support.ptx import launch
+from tests.support.ptx.host import Host, Tensor
+from tests.support.ptx.memory import GlobalMemory
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The text of a compiled variant."""
+
+    name: str
+    arch: str
+    ptx: str
+    host: str
+
+    def edited(self, ptx=None, host=None):
+        """The same with its text changed by functions, which must change it: to break it on purpose."""
+        changed = {}
+        for field, edit in (("ptx", ptx), ("host", host)):
+            if edit is not None:
+                changed[field] = edit(getattr(self, field))
+                if changed[field] == getattr(self, field):
+                    raise ValueError(f"{self.name}: the edit changes nothing")
+        return dataclasses.replace(self, **changed)
+
+
+def text_folder(arch, modules=None):
+    """Where compiled text is kept between runs, by the state of the sources."""
+    return loader.cache_folder(arch, modules or modules_of(arch)) / "text"
+
+
+def compile_all(arch, modules=None):
+    """Compile every variant that has not been yet, in one process; the facts of all of them."""
+    modules = modules or modules_of(arch)
+    return build.build(arch, modules, text_folder(arch, modules), keep_text=True, reuse=True)
+
+
+@functools.cache
+def compiled(name, arch="sm_90a", modules=None):
+    """The text of a variant, compiled unless it has been already."""
+    folder = text_folder(arch, modules)
+    if not (folder / f"{name}.so").is_file():
+        build.build(arch, modules or modules_of(arch), folder, [name], keep_text=True)
+    return Compiled(name, arch, (folder / f"{name}.ptx").read_text(), (folder / f"{name}.host.mlir").read_text())
+
+
+def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
+    """Call a variant on the CPU, with the arguments a GPU call takes; outputs are written into the tensors.
+
+    Args:
+        kernel: a variant's name, or what `compiled` returned.
+        arguments: torch tensors on the CPU or numpy arrays, numbers, None. A stream, if it comes last, is left out.
+        arch, modules: where to find a name.
+        order: in which order asynchronous work and warps go; see `ORDERS`.
+
+    Raises:
+        HostError: what the compiled function would raise: wrong shapes, dtypes, alignment.
+        SimulationError: the kernel does what the machine does not allow, or hangs.
+        Unsupported: the simulator does not know an instruction.
+    """
+    code = kernel if isinstance(kernel, Compiled) else compiled(kernel, arch, modules)
+    tensors = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
+    gmem = GlobalMemory.room_for([storage.nbytes() for storage in storages.values()])
+    placed = {}
+    for pointer, storage in storages.items():
+        own = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        placed[pointer] = (*gmem.put(own), own)
+    passed = [as_argument(t, placed) if isinstance(t, torch.Tensor) else t for t in tensors]
+    for call in parsed_host(code.host).call(*passed):
+        launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order)
+    for _, inside, own in placed.values():
+        own[...] = inside
+
+
+def load(name, arch, modules=None, order="late"):
+    """In place of `cula.ops.cute.loader.load`: the host side of a backend then runs on CPU tensors."""
+    return functools.partial(simulate, compiled(name, arch, modules), order=order)
+
+
+@functools.lru_cache(maxsize=64)
+def parsed_host(text):
+    return Host(text)
+
+
+def as_argument(tensor, placed):
+    base = placed[tensor.untyped_storage().data_ptr()][0]
+    address = base + tensor.storage_offset() * tensor.element_size()
+    return Tensor(address, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.stride())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single instructions, in hand-written PTX, against numpy. The test kernels cover the ones that make a kernel; these the rest."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from tests.support.ptx import SimulationError, Unsupported, launch
+from tests.support.ptx.memory import GlobalMemory
+from tests.support.ptx.values import bf16_to_f32, f32_to_bf16, f32_to_f16, narrow, widen
+
+PROGRAM = """
+.extern .shared .align 1024 .b8 shared[];
+.entry one(.param .u64 x, .param .u64 y, .param .u64 z)
+.reqntid 32, 1, 1
+{
+ .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<9>; .reg .b16 %rs<9>;
+ mov.u32 %r0, %tid.x;
+ ld.param.u64 %rd0, [x]; ld.param.u64 %rd1, [y]; ld.param.u64 %rd2, [z];
+ mul.wide.u32 %rd3, %r0, 4;
+ add.s64 %rd0, %rd0, %rd3; add.s64 %rd1, %rd1, %rd3; add.s64 %rd2, %rd2, %rd3;
+ ld.global.b32 %r1, [%rd0]; ld.global.b32 %r2, [%rd1]; mov.b32 %r3, 0;
+ @BODY@
+ st.global.b32 [%rd2], %r3;
+ ret;
+}
+"""
+
+
+def run(body, x, y=None, smem_bytes=1024):
+    """What %r3 holds in each lane after a body that finds x in %r1 and y in %r2; all as bits."""
+    gmem = GlobalMemory(1 << 16)
+    x = np.ascontiguousarray(x).view(np.uint32)
+    y = x if y is None else np.ascontiguousarray(y).view(np.uint32)
+    (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(32, np.uint32))
+    parameters = [struct.pack("<Q", p) for p in (px, py, pz)]
+    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, (1, 1, 1), gmem, smem_bytes)
+    return out.copy()
+
+
+rng = np.random.default_rng(0)
+LANE = np.arange(32)
+U, V = rng.integers(0, 2**32, (2, 32), dtype=np.uint32)
+S = U.view(np.int32)
+F, G = (rng.standard_normal((2, 32)) * 100).astype(np.float32)
+H = narrow(F, "bf16").astype(np.uint32) | narrow(G, "bf16").astype(np.uint32) << np.uint32(16)
+bits = lambda x: np.ascontiguousarray(x).view(np.uint32)
+
+INTEGER = {
+    "lop3.b32 %r3, %r1, %r2, 255, 0x96;": U ^ V ^ 255,
+    "lop3.b32 %r3, %r1, %r2, 0, 0xc0;": U & V,
+    "prmt.b32 %r3, %r1, %r2, 0x5410;": (U & 0xFFFF) | (V & 0xFFFF) << np.uint32(16),
+    "prmt.b32 %r3, %r1, 0, 0x0123;": U.byteswap(),
+    "shf.l.wrap.b32 %r3, %r1, %r2, 8;": V << np.uint32(8) | U >> np.uint32(24),
+    "shf.r.wrap.b32 %r3, %r1, %r2, 8;": U >> np.uint32(8) | V << np.uint32(24),
+    "mul.hi.u32 %r3, %r1, %r2;": (U.astype(np.uint64) * V >> np.uint64(32)).astype(np.uint32),
+    "mul.hi.s32 %r3, %r1, 7;": (S.astype(np.int64) * 7 >> 32).astype(np.int32),
+    "div.s32 %r3, %r1, 1000;": np.trunc(S / 1000).astype(np.int32),
+    "rem.s32 %r3, %r1, 1000;": np.fmod(S, 1000),
+    "shr.s32 %r3, %r1, 40;": S >> 31,
+    "shl.b32 %r3, %r1, 32;": np.zeros(32, np.uint32),
+    "shr.u32 %r3, %r1, %r0;": U >> LANE.astype(np.uint32),
+    "popc.b32 %r3, %r1;": np.bitwise_count(U).astype(np.uint32),
+    "min.s32 %r3, %r1, 5;": np.minimum(S, 5),
+    "setp.lt.s32 %p1, %r1, 0; setp.gt.and.s32 %p2, %r0, 3, %p1; selp.b32 %r3, 1, 2, %p2;":
+        np.where((S < 0) & (LANE > 3), 1, 2).astype(np.uint32),
+    "setp.eq.u32 %p1, %r0, 40; @%p1 bra SKIP; SKIP: mad.lo.s32 %r3, %r0, 3, 1;": (3 * LANE + 1).astype(np.uint32),
+    "mov.b64 %rd4, {%r1, %r2}; mov.b64 {%rs1, %rs2, %rs3, %rs4}, %rd4; mov.b32 %r3, {%rs4, %rs1};":
+        V >> np.uint32(16) | U << np.uint32(16),
+}  # fmt: skip
+
+FLOAT = {
+    "fma.rn.f32 %r3, %r1, %r2, 0f3F800000;": np.float32(F.astype(np.float64) * G + 1),
+    "max.f32 %r3, %r1, %r2;": np.maximum(F, G),
+    "neg.f32 %r3, %r1;": -F,
+    "cvt.rn.bf16x2.f32 %r3, %r1, %r2;": f32_to_bf16(G).astype(np.uint32) | f32_to_bf16(F).astype(np.uint32) << np.uint32(16),
+    "cvt.rn.f16x2.f32 %r3, %r1, %r2;": f32_to_f16(G).astype(np.uint32) | f32_to_f16(F).astype(np.uint32) << np.uint32(16),
+    "cvt.rn.f16.f32 %rs1, %r1; cvt.f32.f16 %r3, %rs1;": F.astype(np.float16).astype(np.float32),
+    "cvt.rzi.s32.f32 %r3, %r1;": F.astype(np.int32),
+    "cvt.rni.f32.f32 %r3, %r1;": np.rint(F),
+    "cvt.rn.f32.s32 %r3, %r0;": LANE.astype(np.float32),
+    "setp.gtu.f32 %p1, %r1, %r2; selp.f32 %r3, 0f3F800000, 0f00000000, %p1;": (F > G).astype(np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", INTEGER)
+def test_integers(body):
+    np.testing.assert_array_equal(run(body, U, V), bits(INTEGER[body]))
+
+
+@pytest.mark.parametrize("body", FLOAT)
+def test_floats(body):
+    np.testing.assert_array_equal(run(body, F, G), bits(FLOAT[body]))
+
+
+def test_packed_arithmetic():
+    both = lambda words: np.stack([bf16_to_f32(words & 0xFFFF), bf16_to_f32(words >> np.uint32(16))]).astype(np.float64)
+    got = both(run("fma.rn.bf16x2 %r3, %r1, %r2, %r1;", H, H[::-1].copy()))
+    x, y = both(H), both(H[::-1])
+    np.testing.assert_array_equal(got, bf16_to_f32(f32_to_bf16((x * y + x).astype(np.float32))))
+    np.testing.assert_array_equal(run("neg.bf16x2 %r3, %r1;", H), H ^ np.uint32(0x80008000))
+
+
+def test_rounding_to_tf32():
+    got = run("cvt.rna.tf32.f32 %r3, %r1;", F).view(np.float32)
+    assert not (got.view(np.uint32) & 0x1FFF).any()
+    assert (np.abs(got - F) <= np.abs(F) * 2.0**-11).all()
+
+
+def test_formats():
+    for form in ("bf16", "f16"):
+        x = np.arange(0, 65536, 7, dtype=np.uint16)
+        wide = widen(x, form)
+        good = ~np.isnan(wide)
+        np.testing.assert_array_equal(narrow(wide, form)[good], x[good])
+    # halfway between two neighbours: to the even one
+    np.testing.assert_array_equal(f32_to_bf16(np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)), [0x3F80, 0x3F82])
+
+
+class TestLanes:
+    def test_shuffles(self):
+        np.testing.assert_array_equal(run("shfl.sync.bfly.b32 %r3, %r1, 5, 31, -1;", U), U[LANE ^ 5])
+        np.testing.assert_array_equal(run("shfl.sync.idx.b32 %r3, %r1, 7, 31, -1;", U), np.full(32, U[7]))
+        np.testing.assert_array_equal(
+            run("shfl.sync.down.b32 %r3, %r1, 3, 31, -1;", U), U[np.where(LANE + 3 < 32, LANE + 3, LANE)]
+        )
+        up = "shfl.sync.up.b32 %r3|%p1, %r1, 3, 0, -1; @!%p1 mov.b32 %r3, 0;"
+        np.testing.assert_array_equal(run(up, U), np.where(LANE >= 3, U[LANE - 3], 0))
+
+    def test_a_shuffle_in_segments_of_eight(self):
+        got = run("shfl.sync.up.b32 %r3, %r1, 1, 6144, -1;", U)  # segment mask 24 in bits 8 to 12
+        np.testing.assert_array_equal(got, U[np.where(LANE % 8, LANE - 1, LANE)])
+
+    def test_votes(self):
+        ballot = "setp.gt.s32 %p1, %r1, 0; vote.sync.ballot.b32 %r3, %p1, -1;"
+        assert (run(ballot, U) == sum(1 << int(lane) for lane in LANE[S > 0])).all()
+        reduction = "redux.sync.add.s32 %r3, %r0, -1;"
+        assert (run(reduction, U) == 31 * 16).all()
+
+    def test_divergent_code_reconverges(self):
+        body = (
+            "setp.lt.u32 %p1, %r0, 9; @%p1 bra A; add.s32 %r3, %r3, 5; bra B; A: add.s32 %r3, %r3, 7; B: add.s32 %r3, %r3, 100;"
+        )
+        np.testing.assert_array_equal(run(body, U), np.where(LANE < 9, 107, 105))
+
+    def test_a_collective_in_divergent_code_is_an_error(self):
+        body = "setp.lt.u32 %p1, %r0, 9; @%p1 bra A; shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1; A: nanosleep.u32 20;"
+        with pytest.raises(SimulationError, match="collective in divergent code"):
+            run(body, U)
+
+
+class TestMemory:
+    def test_shared_memory_is_nan_until_written(self):
+        assert np.isnan(run("ld.shared.b32 %r3, [shared];", U).view(np.float32)).all()
+
+    def test_reductions(self):
+        body = "red.global.add.u32 [%rd2], %r0; bar.sync 0; ld.global.b32 %r3, [%rd2];"
+        np.testing.assert_array_equal(run(body, U), LANE)
+
+    def test_small_copies_land_at_their_wait(self):
+        at = "shl.b32 %r4, %r0, 2; mov.u32 %r5, shared; add.u32 %r5, %r5, %r4;"
+        copy = at + "cp.async.ca.shared.global [%r5], [%rd0], 4; cp.async.commit_group;"
+        read = "ld.shared.b32 %r3, [%r5];"
+        assert np.isnan(run(copy + read + "cp.async.wait_group 0;", U).view(np.float32)).all()
+        np.testing.assert_array_equal(run(copy + "cp.async.wait_group 0;" + read, U), U)
+
+    def test_bulk_copies(self):
+        body = """
+        mov.u32 %r5, shared; setp.eq.u32 %p1, %r0, 0; add.u32 %r6, %r5, 512;
+        @%p1 mbarrier.init.shared.b64 [%r6], 1; bar.sync 0;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r6], 128;
+        @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r5], [%rd0], 128, [%r6];
+        W: mbarrier.try_wait.parity.shared.b64 %p2, [%r6], 0; @!%p2 bra W;
+        shl.b32 %r4, %r0, 2; add.u32 %r5, %r5, %r4; ld.shared.b32 %r3, [%r5];
+        """
+        np.testing.assert_array_equal(run(body, U), U)
+
+    def test_what_is_not_there_is_an_error(self):
+        for body, match in {
+            "ld.shared.b32 %r3, [shared+1024];": "no shared memory at",
+            "ld.global.b32 %r3, [%rd0+4096];": "outside every array",
+            "ld.global.b64 %rd4, [%rd0+4];": "misaligned",
+            "mbarrier.arrive.shared.b64 _, [shared];": "no mbarrier at",
+        }.items():
+            with pytest.raises(SimulationError, match=match):
+                run(body, U)
+
+
+def test_a_hang_is_reported():
+    body = "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [shared], 2; @%p1 mbarrier.arrive.shared.b64 _, [shared];"
+    body += "W: mbarrier.try_wait.parity.shared.b64 %p2, [shared], 0; @!%p2 bra W;"
+    with pytest.raises(SimulationError, match=r"deadlock in block \(0, 0, 0\): warp 0 at mbarrier.try_wait"):
+        run(body, U)
+
+
+def test_an_unknown_instruction_is_named():
+    with pytest.raises(Unsupported, match=r"bfind\.u32 %r3, %r1"):
+        run("bfind.u32 %r3, %r1;", U)
+    with pytest.raises(Unsupported, match=r"add\.sat\.f32"):
+        run("add.sat.f32 %r3, %r1, %r2;", F)
