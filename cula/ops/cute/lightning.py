@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import as_tokens, no_places, no_states
+from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
@@ -158,7 +158,7 @@ def run(
         int(ht is not None),
         int(write_to is not None),
         plan.num_blocks,
-        torch.cuda.current_stream(device).cuda_stream,
+        stream_of(device),
     )
     if plan.segment:
         load(f"lightning_ends_{plan.kernel}_{dtype}", ARCH)(*arguments)

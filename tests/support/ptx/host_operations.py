@@ -217,6 +217,8 @@ def intrinsic(name, text):
     arguments = re.findall(r"%\w+", text)
     if name == "trap":
         return lambda host, env: stop("the host code trapped")
+    if name == "assume":  # a hint to the compiler
+        return lambda host, env: None
     width = re.search(r"-> i(\d+)", text) or re.search(r"i(\d+)", text.split(":", 1)[-1])
     bits = int(width[1]) if width else 64
     if name not in ("umax", "umin", "smax", "smin"):
