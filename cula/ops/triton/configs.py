@@ -90,5 +90,5 @@ def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
     # The maps cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
     if 2 * chains > num_sms or chunks < 24:
         return 0
-    segments = min(-(-2 * num_sms // chains), chunks // 8)  # two chains a multiprocessor hide each other's latency
+    segments = min(num_sms // chains, chunks // 8)  # one chain a multiprocessor: more cost more in maps than they hide in latency
     return -(-chunks // segments)
