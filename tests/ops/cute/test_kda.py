@@ -21,7 +21,7 @@ from tests.support import ptx
 
 D, CHUNK, NUM_SMS = 128, 64, 132
 
-# |o - o64| / |o64| is 1.7e-3 from rounding o to bf16 alone. With operands in fp16 little comes on top; with bf16 ones what FLA has.
+# |o - o64| / |o64| is 1.7e-3 from rounding o to bf16 alone. fp16 operands add little to it; with bf16 ones it is what FLA has.
 TOLERANCE = {"f16": 2.2e-3, "bf16": 8e-3}
 STATE_TOLERANCE = {"f16": 1.5e-3, "bf16": 8e-3}
 

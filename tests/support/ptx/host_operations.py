@@ -25,6 +25,8 @@ def decode(line):
         return EFFECTS[op](rest)
     if op == "call":
         return call(result, rest)
+    if op == "intr.assume":
+        return assume(rest)
     if op.startswith("intr."):
         value = intrinsic(op.removeprefix("intr."), text)
     elif op in VALUES:
@@ -225,6 +227,17 @@ def intrinsic(name, text):
         raise Unsupported(f"host operation: {text[:120]}")
     pick, key = (max if name.endswith("max") else min), (lambda x: signed(x, bits)) if name[0] == "s" else None
     return lambda host, env: pick((env[x] for x in arguments), key=key)
+
+
+def assume(rest):
+    """What the compiler took for granted must hold: a condition, or the alignment of a pointer."""
+    condition, pointer, align = fields(r"(%\w+)(?: \[\"align\"\((%\w+), (%\w+) :)?", rest)
+
+    def act(host, env):
+        if not env[condition] or (pointer and env[pointer] % env[align]):
+            stop(f"the host code assumes what is not so: {rest[:100]}")
+
+    return act
 
 
 def call(result, rest):
