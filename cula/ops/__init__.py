@@ -43,7 +43,7 @@ class KdaForward(NamedTuple):
     o: Tensor  # [B, T, HV, V]
     final_state: Tensor | None  # [N, HV, V, K] float32, where options.output_final_state
     states: Tensor | None  # [B, NT, HV, V, K] float32, where options.return_intermediate_states
-    saved: tuple[Tensor, ...] = ()  # what the same backend's kda_bwd may use; it must do without, too
+    saved: tuple[Tensor | None, ...] = ()  # what the same backend's kda_bwd may use; it must do without, too
 
 
 class KdaGrads(NamedTuple):

@@ -12,6 +12,7 @@ name and moved.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,10 +193,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:  # a wrong name: the sentence says it, a traceback would hide it
         sys.exit(str(error))
     for variant in variants:
-        if args.reuse and (args.out / f"{variant.name}.so").is_file():
-            continue
-        compile_variant(variant, args.arch, args.out, args.keep_text)
+        with locked(args.out / f".{variant.name}.lock") if args.reuse else contextlib.nullcontext():
+            if not (args.reuse and (args.out / f"{variant.name}.so").is_file()):
+                compile_variant(variant, args.arch, args.out, args.keep_text)
     args.listing.write_text(json.dumps([variant.name for variant in variants]))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a job that all lack a kernel wait for the first instead of each compiling it."""
+    import fcntl  # not on every system that can import this module
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def compile_variant(variant: Variant, arch: str, out: Path, keep_text: bool) -> Facts:

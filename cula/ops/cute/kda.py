@@ -16,7 +16,7 @@ from torch import Tensor
 from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import as_tokens, no_places, no_states
+from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
 
 ARCH = "sm_90a"
 CHUNK, K, V = 64, 128, 128
@@ -109,7 +109,7 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
         cut.segments,
         cut.per_segment,
         int(cut.has_maps),
-        torch.cuda.current_stream(device).cuda_stream,
+        stream_of(device),
     )
     if o_tokens is not o:
         o.copy_(o_tokens)

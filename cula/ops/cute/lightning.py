@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import as_tokens, no_places, no_states
+from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
@@ -31,12 +31,13 @@ class Plan:
     num_blocks: int
 
 
-# Microseconds on an H200, bf16. Only their ratios matter, to weigh cuts and kernels against each other.
-CHUNK_US = {"d128": 1.3, "d128_half": 0.9, "d64": 0.7}  # of a walk, where memory does not hold it up
-ENDS_US = {"d128": 0.5, "d128_half": 0.45, "d64": 0.4}  # a chunk of the first pass
+# Microseconds on an H200, bf16, fitted to the times of various kernels and cuts of T = 2048 to 131072 with H = 4 to 96. Only
+# their ratios matter, to weigh cuts and kernels against each other.
+CHUNK_US = {"d128": 1.65, "d128_half": 1.02, "d64": 0.8}  # of a walk, where memory does not hold it up
+ENDS_US = {"d128": 0.7, "d128_half": 0.4, "d64": 0.4}  # a chunk of the first pass
 ITEM_US = 3.0  # first loads and last stores of an item
-LAUNCH_US = 5.0  # the first pass's own beginning and end
-SEED_US = 0.7  # reading the end of one earlier segment
+LAUNCH_US = {"d128": 14.0, "d128_half": 8.0, "d64": 8.0}  # the first pass's own beginning and end
+SEED_US = {"d128": 1.2, "d128_half": 0.6, "d64": 0.3}  # reading the end of one earlier segment
 BYTES_PER_US = 4.2e6
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MIN_SEGMENT_CHUNKS = 4
@@ -82,7 +83,7 @@ def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_s
         return walk
     share = (per_seq - 1) / per_seq
     ends = max(rounds * length * ENDS_US[kernel], heads * chunks * share * 2 * bytes_of_chunk / BYTES_PER_US)
-    return walk + ends + LAUNCH_US + (per_seq - 1) * SEED_US
+    return walk + ends + LAUNCH_US[kernel] + (per_seq - 1) * SEED_US[kernel]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,7 +158,7 @@ def run(
         int(ht is not None),
         int(write_to is not None),
         plan.num_blocks,
-        torch.cuda.current_stream(device).cuda_stream,
+        stream_of(device),
     )
     if plan.segment:
         load(f"lightning_ends_{plan.kernel}_{dtype}", ARCH)(*arguments)

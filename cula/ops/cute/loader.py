@@ -79,7 +79,7 @@ def locate(name: str, arch: str, modules: tuple[str, ...]) -> Path:
     library = folder / f"{name}.so"
     if not library.is_file():
         logger.info("compiling %s for %s into %s", name, arch, folder)
-        build.build(arch, modules, folder, [name])
+        build.build(arch, modules, folder, [name], reuse=True)
     return library
 
 

@@ -23,6 +23,11 @@ def as_tokens(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def stream_of(device: torch.device) -> int:
+    """The stream that a call's kernels go to."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 @functools.cache
 def no_states(device: torch.device, V: int, K: int) -> Tensor:
     """For where a call has no states: of the right form, and empty."""

@@ -31,23 +31,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class KdaConfig:
-    gate: Tile
     prepare: Tile
     state: Tile
     state_bwd: Tile
     scan: Tile
     grads_scores: Tile
     grads_state: Tile
-    intra: Tile
+    pairs: Tile
     finish: Tile
 
 
 @functools.cache
 def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -> KdaConfig:
-    """Times in the comments are of the kernel alone: us, H200, bf16, K = V = 128, B = 1, T = 8192, H = 32.
-
-    Percentages of state_bwd and intra were measured on an earlier body of those kernels.
-    """
+    """Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32; times: `docs/kda-triton.md`."""
     wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
     BV = min(64, V, K)
     # Two stages of 16-bit operands at K = 128 are 100 to 180 KB: Hopper and data-centre Blackwell hold them, others do not.
@@ -58,23 +54,20 @@ def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -
         BV, BV_bwd = (BV, min(32, V)) if big_smem else (min(32, V), min(16, V))
     if wide:
         BV = BV_bwd = min(16 if K > 128 else 32, V)
-    prepare = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # 574; BK 32: 618; eight warps: 741
+    prepare = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # slower: 32 channels, eight warps
     if wide:  # three products for one: small tiles against spills, but one pass over K where products live in tensor memory
         prepare = Tile(K, 0, num_warps=8, num_stages=1) if sm and sm[0] == 10 else Tile(16, 0, num_warps=4, num_stages=1)
     return KdaConfig(
-        gate=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1),  # 77; BK 64: 92; two warps: 100
         prepare=prepare,
-        state=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # 458; 8 warps: 567; 3 stages: 662
-        state_bwd=Tile(
-            BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages
-        ),  # eight warps: 13% more; one stage: 30%
+        state=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # slower: 8 warps, 3 stages
+        state_bwd=Tile(BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # slower: 8 warps, one stage
         scan=Tile(BK=32, BV=min(32, V), num_warps=4, num_stages=1),
-        grads_scores=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # 98; BV 64: 138, two stages: 127
-        grads_state=Tile(
-            BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2
-        ),  # 243; one stage: 288
-        intra=Tile(BK=min(32, K), BV=0, num_warps=1, num_stages=1),  # two warps: 29% more; BK 16: 20% more
-        finish=Tile(BK=K, BV=0, num_warps=4, num_stages=1, max_regs=96 if K <= 128 else None),  # 260; no cap: 288
+        grads_scores=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # slower: 64, two stages
+        # slower: one stage
+        grads_state=Tile(BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2),
+        # slower: 168 registers, which lets three blocks reside; 32 channels with two warps and mma.sync
+        pairs=Tile(BK=min(32 if wide else 64, K), BV=0, num_warps=4, num_stages=1),
+        finish=Tile(BK=K, BV=0, num_warps=4, num_stages=1),
     )
 
 
@@ -97,5 +90,5 @@ def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
     # The maps cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
     if 2 * chains > num_sms or chunks < 24:
         return 0
-    segments = min(-(-2 * num_sms // chains), chunks // 8)  # two chains a multiprocessor hide each other's latency
+    segments = min(num_sms // chains, chunks // 8)  # one chain a multiprocessor: more cost more in maps than they hide in latency
     return -(-chunks // segments)

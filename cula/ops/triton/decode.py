@@ -36,6 +36,7 @@ from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_NORM_EPS = tl.constexpr(1e-6)
+ANY_ADDRESS = ["indices", "accepted"]  # parameters that one kernel takes at any address: often views of a longer vector
 
 
 # Device code
@@ -114,21 +115,21 @@ def _log_decay(b_g, A_log, b_bias, i_h, lower_bound, A_stride, GATE: tl.constexp
             return lower_bound * tl.sigmoid(b_A * b_x)
 
 
-@triton.jit(do_not_specialize_on_alignment=["indices", "accepted"])
+@triton.jit(do_not_specialize_on_alignment=ANY_ADDRESS)
 def decode_kernel(
     q,
     k,
     v,
+    pool,
+    indices,
     g,
     beta,
     A_log,
     dt_bias,
     decay,
-    o,
-    pool,
-    indices,
     accepted,
     kept,
+    o,
     q_strides,
     k_strides,
     v_strides,
@@ -299,21 +300,7 @@ def _arguments(problem: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int,
     BR, BC = 1, BK
     if T > 1 and not options.state_is_kv:
         BR, BC = min(4, BV), min(BK, 128 // x.state.element_size())
-    tensors = (
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
-        x.A_log,
-        x.dt_bias,
-        x.decay,
-        o,
-        x.state,
-        x.state_indices,
-        x.num_accepted_tokens,
-        x.intermediate_states,
-    )
+    tensors = (*x[:12], o)
     strides = (
         _strides(x.q, T),
         _strides(x.k, T),
@@ -375,8 +362,9 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     o = torch.empty((problem.N, problem.T, problem.HV, problem.V), dtype=x.q.dtype, device=x.q.device)
     grid, tensors, rest, num_warps = _arguments(problem, x, o if x.out is None else x.out)
     bits = 0
-    for t in tensors[:10] + tensors[12:]:
-        bits |= 0 if t is None else t.data_ptr()
+    for i, t in enumerate(tensors):
+        if t is not None and decode_kernel.arg_names[i] not in ANY_ADDRESS:
+            bits |= t.data_ptr()
     if bits % ALIGNMENT:
         return None
     launch = Launch(decode_kernel, grid, tensors, rest, num_warps=num_warps)
@@ -390,14 +378,12 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
             out = torch.empty_like(values)
         elif out is None:
             out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-        q, k, v, state, indices, g, beta, A_log, dt_bias, decay, accepted, kept = [
-            0 if t is None else t.data_ptr() for t in call[:12]
-        ]
-        o = out.data_ptr()
-        # indices and accepted counts are compiled for any address
-        if (q | k | v | g | beta | A_log | dt_bias | decay | o | state | kept) % ALIGNMENT:
+        addresses = [0 if t is None else t.data_ptr() for t in call[:12]]
+        addresses.append(out.data_ptr())
+        q, k, v, pool, _, g, beta, A_log, dt_bias, decay, _, kept, o = addresses  # but those of ANY_ADDRESS
+        if (q | k | v | pool | g | beta | A_log | dt_bias | decay | kept | o) % ALIGNMENT:
             return None
-        launch((q, k, v, g, beta, A_log, dt_bias, decay, o, state, indices, accepted, kept))
+        launch(addresses)
         return out
 
     return again

@@ -4,15 +4,15 @@
 | module        | kernels                           | reads                        | writes                                  |
 |---------------|-----------------------------------|------------------------------|-----------------------------------------|
 | `kda_prepare` | prepare: chunk, head              | q, k, g, beta                | kb, kr, qg, T, Aqk, ... (`Prepared`)    |
-|               | gate: sub-block, head             | g                            | running sums of decays, for the backward |
 | `kda_state`   | state_fwd: chain, head, BV rows   | Prepared, v, first state     | o, last state; or h and u; or (M, B)    |
 |               | scan: sequence, head, BV rows     | (M, B) of each segment       | first state of each segment             |
 |               | state_bwd: chain, head, BV rows   | Prepared, dO, last dS        | dh, dx, dv, d initial_state             |
-| `kda_grads`   | scores, state, intra, finish      | inputs, dO, h, dh, u, dx     | all other gradients                     |
+| `kda_grads`   | scores, state, pairs, finish      | inputs, dO, h, dh, u, dx     | all other gradients                     |
 
 A forward is prepare + state_fwd. A chain is a sequence, or a segment of one where too few sequences and heads would leave the
-GPU idle (`configs.kda_segment_chunks`). The backward runs both again (or takes what `disable_recompute` kept), then the chains in
-reverse, then the chunks.
+GPU idle (`configs.kda_segment_chunks`). A forward that will be differentiated keeps what costs most to make and little to hold:
+T and Aqk (64 + 64 numbers a token and head) and the segments' maps and first states. The backward makes kb, kr, qg, the states
+and U again (or takes them, too, with `disable_recompute`), then runs the chains in reverse, then the chunks.
 
 The host reads no device memory: packed input is launched on an upper bound of its chunks, T // 64 + N, and surplus programs
 find in a table made on the device that they have nothing to do. There are no atomics: every sum has a fixed order.
@@ -30,38 +30,30 @@ from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward, KdaGrads
 
 from .kda_common import CHUNK, NUM_SUBS
-from .kda_grads import (
-    NUM_SUMS,
-    kda_grads_finish_kernel,
-    kda_grads_intra_kernel,
-    kda_grads_scores_kernel,
-    kda_grads_state_kernel,
-)
-from .kda_plan import Plan, beta_max, decay_precision, is_safe, plan_kda, score_precision, state_precision
-from .kda_prepare import kda_gate_kernel, kda_prepare_kernel
+from .kda_grads import kda_grads_finish_kernel, kda_grads_pairs_kernel, kda_grads_scores_kernel, kda_grads_state_kernel
+from .kda_plan import Plan, beta_max, decay_precision, is_safe, pair_precision, plan_kda, score_precision, state_precision
+from .kda_prepare import kda_prepare_kernel
 from .kda_state import kda_scan_kernel, kda_state_bwd_kernel, kda_state_fwd_kernel
 
 
 class Prepared(NamedTuple):
-    """What `kda_prepare_kernel` writes and, for the backward, `kda_gate_kernel`."""
+    """What `kda_prepare_kernel` writes."""
 
-    kb: Tensor  # [HV, B * T, K]
-    kr: Tensor  # [HV, B * T, K]
-    qg: Tensor  # [HV, B * T, K]
+    kb: Tensor | None  # [HV, B * T, K]; these three are None where a forward kept the rest for its backward
+    kr: Tensor | None  # [HV, B * T, K]
+    qg: Tensor | None  # [HV, B * T, K]
     t_inv: Tensor  # [HV, B * T, C]
     a_qk: Tensor  # [HV, B * T, C]
     beta: Tensor  # [HV, B * T] float32, activated
     decay: Tensor  # [chunks, HV, K] float32
     rq: Tensor  # [HV, B * T] float32: inverse norms
     rk: Tensor  # [HV, B * T] float32
-    c_sum: Tensor | None  # for the backward, [HV, B * T, K] float32: running sums of the log2 decay in sub-blocks
-    totals: Tensor | None  # for the backward, [chunks, HV, 4, K] float32: sums of sub-blocks
 
-    def chain(self) -> tuple[Tensor, ...]:
+    def chain(self) -> tuple[Tensor | None, ...]:
         """What the chains read."""
         return self[:7]
 
-    def rest(self) -> tuple[Tensor | None, ...]:
+    def rest(self) -> tuple[Tensor, ...]:
         """What the backward inside chunks reads."""
         return self[5:]
 
@@ -69,7 +61,7 @@ class Prepared(NamedTuple):
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
     """Outputs, and whatever else the options ask for."""
     p, options = problem, problem.options
-    keep = options.disable_recompute and p.needs_grad
+    keep_all = options.disable_recompute and p.needs_grad
     plan = plan_kda(p, x.q.device, x.cu_seqlens)
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.dtype, device=x.q.device) if out is None else out
     ht = _states(p, p.N, x.q.device) if options.output_final_state else None
@@ -80,21 +72,23 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
             lengths = x.cu_seqlens.diff().cpu()
             num_chunks = int(((lengths + CHUNK - 1) // CHUNK).sum())
         h = _states(p, num_chunks, x.q.device)
-    elif keep:
+    elif keep_all:
         h = _states(p, plan.num_chunks, x.q.device, p.dtype)
         u = torch.empty((p.HV, p.B * p.T, p.V), dtype=p.dtype, device=x.q.device)
     if p.B * p.T == 0:
         _copy_initial_state(ht, x.initial_state)
         return KdaForward(o, ht, _batched(h, p))
-    tiles = _prepare(p, plan, x, for_backward=keep)
-    maps = _run_chains(p, plan, x, tiles, o=o, ht=ht, h=h, u=u)
-    saved = ()
-    if keep:
-        saved = (*tiles, h, u, *(() if maps is None else (maps,)))
+    tiles = _prepare(p, plan, x)
+    segments = _run_chains(p, plan, x, tiles, o=o, ht=ht, h=h, u=u)
+    saved: tuple[Tensor | None, ...] = ()
+    if u is not None:
+        saved = (*tiles, h, u, *segments)
+    elif p.needs_grad:
+        saved = (*tiles._replace(kb=None, kr=None, qg=None), None, None, *segments)
     return KdaForward(o, ht, _batched(h, p) if options.return_intermediate_states else None, saved)
 
 
-def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
+def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
     p, device = problem, x.q.device
     do = do if do.stride(-1) == 1 else do.contiguous()
@@ -105,22 +99,18 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
         return KdaGrads._make([*(None if t is None else torch.zeros_like(t) for t in x[:7]), dh0])
 
     plan = plan_kda(p, device, x.cu_seqlens)
-    maps = None
-    if saved:
-        count = len(Prepared._fields)
-        tiles, h, u = Prepared(*saved[:count]), saved[count], saved[count + 1]
-        maps = saved[count + 2] if len(saved) > count + 2 else None
-    else:
-        tiles = _prepare(p, plan, x, for_backward=True)
+    kept, (h, u, maps, seeds) = (None, (None,) * 4) if not saved else _unpack(saved)
+    tiles = kept if kept is not None and kept.kb is not None else _prepare(p, plan, x, kept)
+    if h is None or u is None:
         h = _states(p, plan.num_chunks, device, p.dtype)
         u = torch.empty((p.HV, p.B * p.T, p.V), dtype=p.dtype, device=device)
-        maps = _run_chains(p, plan, x, tiles, h=h, u=u)
+        maps, seeds = _run_chains(p, plan, x, tiles, h=h, u=u, segments=(maps, seeds))
     dh = torch.empty_like(h)
     dx = torch.empty_like(u)
     dv = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.dtype, device=device)
     _run_chains_bwd(p, plan, x, tiles, maps, do, dht, dh, dx, dv, dh0)
     rest = tiles.rest()
-    del tiles, maps, saved
+    del tiles, kept, maps, seeds, saved
     return KdaGrads._make([*_grads(p, plan, x, rest, do, h, dh, u, dx), dh0])._replace(dv=dv)
 
 
@@ -161,16 +151,26 @@ def _copy_initial_state(out: Tensor | None, first: Tensor | None) -> None:
         out.zero_() if first is None else out.copy_(first)
 
 
+def _unpack(saved: tuple[Tensor | None, ...]) -> tuple[Prepared, tuple[Tensor | None, ...]]:
+    """What `kda_fwd` saved: tiles; h, u, and the segments' maps and first states."""
+    count = len(Prepared._fields)
+    return Prepared(*saved[:count]), saved[count:]  # type: ignore[arg-type]
+
+
 # Launches
 
 
-def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs, for_backward: bool = False) -> Prepared:
+def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs, kept: Prepared | None = None) -> Prepared:
+    """All tiles of the chunks; where some were `kept`, only kb, kr and qg are made."""
     rows, device = (p.HV, p.B * p.T), x.q.device
     kb, kr, qg = (torch.empty((*rows, p.K), dtype=p.dtype, device=device) for _ in range(3))
-    t_inv, a_qk = (torch.empty((*rows, CHUNK), dtype=p.dtype, device=device) for _ in range(2))
-    beta = torch.empty(rows, dtype=torch.float32, device=device)
-    decay = torch.empty((plan.num_chunks, p.HV, p.K), dtype=torch.float32, device=device)
-    rq, rk = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    if kept is None:
+        t_inv, a_qk = (torch.empty((*rows, CHUNK), dtype=p.dtype, device=device) for _ in range(2))
+        beta, rq, rk = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
+        decay = torch.empty((plan.num_chunks, p.HV, p.K), dtype=torch.float32, device=device)
+        tiles = Prepared(kb, kr, qg, t_inv, a_qk, beta, decay, rq, rk)
+    else:
+        tiles = kept._replace(kb=kb, kr=kr, qg=qg)
     SDT, IP = score_precision(p)
     tile = plan.config.prepare
     kda_prepare_kernel[(plan.num_chunks * p.HV,)](
@@ -183,12 +183,12 @@ def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs, for_backward: bool = False
         kb,
         kr,
         qg,
-        t_inv,
-        a_qk,
-        beta,
-        rq,
-        rk,
-        decay,
+        tiles.t_inv if kept is None else None,
+        tiles.a_qk if kept is None else None,
+        tiles.beta,
+        tiles.rq,
+        tiles.rk,
+        tiles.decay,
         x.cu_seqlens,
         plan.chunk_seq,
         plan.chunk_base,
@@ -217,39 +217,7 @@ def _prepare(p: KdaProblem, plan: Plan, x: KdaInputs, for_backward: bool = False
         IP=IP,
         **tile.launch(),
     )
-    sums = _gate(p, plan, x) if for_backward else (None, None)
-    return Prepared(kb, kr, qg, t_inv, a_qk, beta, decay, rq, rk, *sums)
-
-
-def _gate(p: KdaProblem, plan: Plan, x: KdaInputs) -> tuple[Tensor, Tensor]:
-    """Running sums of the log2 decay in sub-blocks [HV, B * T, K], and their totals [chunks, HV, 4, K]."""
-    c_sum = torch.empty((p.HV, p.B * p.T, p.K), dtype=torch.float32, device=x.q.device)
-    totals = torch.empty((plan.num_chunks, p.HV, NUM_SUBS, p.K), dtype=torch.float32, device=x.q.device)
-    tile = plan.config.gate
-    kda_gate_kernel[(plan.num_chunks * p.HV * NUM_SUBS,)](
-        x.g,
-        x.A_log,
-        x.dt_bias,
-        c_sum,
-        totals,
-        x.cu_seqlens,
-        plan.chunk_seq,
-        plan.chunk_base,
-        *x.g.stride()[:3],
-        p.T,
-        p.B * p.T,
-        plan.NT,
-        p.options.lower_bound or 0.0,
-        HV=p.HV,
-        K=p.K,
-        C=CHUNK,
-        BK=tile.BK,
-        GATE=p.gate,
-        SCALAR=p.has_scalar_gate,
-        IS_PACKED=p.is_packed,
-        **tile.launch(),
-    )
-    return c_sum, totals
+    return tiles
 
 
 def _run_chains(
@@ -261,16 +229,22 @@ def _run_chains(
     ht: Tensor | None = None,
     h: Tensor | None = None,
     u: Tensor | None = None,
-) -> Tensor | None:
-    """Outputs and states from the initial states; returns the maps of the segments, if there are any."""
+    segments: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Outputs and states from the initial states; returns the segments' maps and first states, if there are any.
+
+    A backward that was handed them passes them as `segments`.
+    """
     if plan.seg == 0:
         _launch_state(p, plan, x, tiles, seed=x.initial_state, o=o, ht=ht, h=h, u=u)
-        return None
-    maps = torch.empty((plan.num_chains, p.HV, p.V + p.K, p.K), dtype=torch.float32, device=x.q.device)
-    _launch_state(p, plan, x, tiles, maps=maps)
-    seeds = _launch_scan(p, plan, maps, first=x.initial_state, last=ht)
+        return None, None
+    maps, seeds = segments
+    if maps is None:
+        maps = torch.empty((plan.num_chains, p.HV, p.V + p.K, p.K), dtype=torch.float32, device=x.q.device)
+        _launch_state(p, plan, x, tiles, maps=maps)
+        seeds = _launch_scan(p, plan, maps, first=x.initial_state, last=ht)
     _launch_state(p, plan, x, tiles, seed=seeds, o=o, h=h, u=u)
-    return maps
+    return maps, seeds
 
 
 def _launch_state(
@@ -352,7 +326,7 @@ def _grads(
     p: KdaProblem,
     plan: Plan,
     x: KdaInputs,
-    rest: tuple[Tensor | None, ...],
+    rest: tuple[Tensor, ...],
     do: Tensor,
     h: Tensor,
     dh: Tensor,
@@ -360,13 +334,15 @@ def _grads(
     dx: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, None for dv, dg, dbeta, dA_log, ddt_bias."""
-    beta, decay, rq, rk, c_sum, totals = rest
-    rows, NC, NK = (p.HV, p.B * p.T), plan.num_chunks, p.K // plan.config.intra.BK
-    new = functools.partial(torch.empty, dtype=torch.float32, device=do.device)
+    beta, decay, rq, rk = rest
+    rows, NC, device = (p.HV, p.B * p.T), plan.num_chunks, do.device
+    new = functools.partial(torch.empty, dtype=torch.float32, device=device)
     table = (x.cu_seqlens, plan.chunk_seq, plan.chunk_base)
     sizes = (p.T, p.B * p.T, plan.NT)
 
-    da_qk, da_kk, db = new((*rows, CHUNK)), new((*rows, CHUNK)), new(rows)
+    da_dtype = torch.float32 if p.dtype == torch.float32 else torch.float16
+    da_qk, da_kk = (torch.empty((*rows, CHUNK), dtype=da_dtype, device=device) for _ in range(2))
+    da_max, db = new((NC, p.HV)), new(rows)
     tile = plan.config.grads_scores
     kda_grads_scores_kernel[(NC * p.HV,)](
         x.v,
@@ -375,6 +351,7 @@ def _grads(
         dx,
         da_qk,
         da_kk,
+        da_max,
         db,
         *table,
         *x.v.stride()[:3],
@@ -389,7 +366,8 @@ def _grads(
         IP=state_precision(p),
         **tile.launch(),
     )
-    dqn, dkn, dgl, ddecay = new((*rows, p.K)), new((*rows, p.K)), new((*rows, p.K)), new((NC, p.HV, p.K))
+    work = functools.partial(torch.empty, (*rows, p.K), dtype=p.dtype, device=device)
+    dqg, dkb, dkr, ddecay = work(), work(), work(), new((NC, p.HV, p.K))
     tile = plan.config.grads_state
     kda_grads_state_kernel[(NC * p.HV * (p.K // tile.BK),)](
         do,
@@ -398,9 +376,9 @@ def _grads(
         h,
         dh,
         decay,
-        dqn,
-        dgl,
-        dkn,
+        dqg,
+        dkb,
+        dkr,
         ddecay,
         *table,
         *do.stride()[:3],
@@ -416,42 +394,55 @@ def _grads(
         IP=state_precision(p),
         **tile.launch(),
     )
-    db_part, sums = new((NK, *rows)), new((NC, p.HV, NUM_SUBS, NUM_SUMS, p.K))
-    tile = plan.config.intra
-    kda_grads_intra_kernel[(NC * p.HV * NK * NUM_SUBS,)](
+    dq, dk, dg, dbeta = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in (x.q, x.k, x.g, x.beta))
+    tile = plan.config.pairs
+    NK, scalar = p.K // tile.BK, p.has_scalar_gate
+    dqn, dkn, db_part = work(), work(), new((NK, *rows))
+    dg_part = new((NK, *rows)) if scalar else None
+    parts = functools.partial(torch.zeros, dtype=torch.float32, device=device)  # surplus programs write nothing
+    part_shape = (NC, NUM_SUBS, p.HV, 1) if scalar else (NC, 2, p.HV, p.K)
+    dA_part, dbias_part = (None if t is None else parts(part_shape) for t in (x.A_log, x.dt_bias))
+    kda_grads_pairs_kernel[(NC * p.HV * NK * 2,)](
         x.q,
         x.k,
+        x.g,
         beta,
+        x.A_log,
+        x.dt_bias,
         rq,
         rk,
-        c_sum,
-        totals,
+        dqg,
+        dkb,
+        dkr,
+        ddecay,
         da_qk,
         da_kk,
+        da_max,
         dqn,
         dkn,
-        dgl,
+        dg_part if scalar else dg,
         db_part,
-        sums,
+        dA_part,
+        dbias_part,
         *table,
         *x.q.stride()[:3],
         *x.k.stride()[:3],
+        *x.g.stride()[:3],
+        p.options.lower_bound or 0.0,
         *sizes,
         H=p.H,
         HV=p.HV,
         K=p.K,
         C=CHUNK,
         BK=tile.BK,
+        GATE=p.gate,
+        SCALAR=scalar,
         IS_PACKED=p.is_packed,
-        SAFE=is_safe(p),
+        GDT=decay_precision(p),
+        SDT=pair_precision(p),
         IP=state_precision(p),
         **tile.launch(),
     )
-    dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=do.device) for t in (x.q, x.k))
-    dg, dbeta = (torch.empty(t.shape, dtype=t.dtype, device=do.device) for t in (x.g, x.beta))
-    parts = functools.partial(torch.zeros, dtype=torch.float32, device=do.device)  # surplus programs write nothing
-    dA_part = None if x.A_log is None else parts((NC, NUM_SUBS, p.HV))
-    dbias_part = None if x.dt_bias is None else parts((NC, NUM_SUBS, *x.dt_bias.shape))
     kda_grads_finish_kernel[(NC * p.H * NUM_SUBS,)](
         x.q,
         x.k,
@@ -461,11 +452,9 @@ def _grads(
         x.dt_bias,
         dqn,
         dkn,
-        dgl,
+        dg_part,
         db,
         db_part,
-        sums,
-        ddecay,
         dq,
         dk,
         dg,
@@ -484,15 +473,15 @@ def _grads(
         C=CHUNK,
         NK=NK,
         GATE=p.gate,
-        SCALAR=p.has_scalar_gate,
+        SCALAR=scalar,
         NORM=p.options.use_qk_l2norm_in_kernel,
         SIGMOID=p.options.use_beta_sigmoid_in_kernel,
         BETA_MAX=beta_max(p),
         IS_PACKED=p.is_packed,
         **plan.config.finish.launch(),
     )
-    dA_log = None if dA_part is None else dA_part.sum((0, 1))
-    ddt_bias = None if dbias_part is None else dbias_part.sum((0, 1))
+    dA_log = None if dA_part is None else dA_part.sum((0, 1, 3))
+    ddt_bias = None if x.dt_bias is None or dbias_part is None else dbias_part.sum((0, 1)).reshape(x.dt_bias.shape)
     return dq, dk, None, dg, dbeta, dA_log, ddt_bias
 
 

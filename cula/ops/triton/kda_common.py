@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions that the KDA kernels share: where a chunk lies, the gate, decays inside a sub-block, the triangular inverse.
+"""Device functions that the KDA kernels share: where a chunk lies, the gate, levels of pairs, the triangular inverse.
 
 Levels. A score needs `exp(G_t - G_i)` for i < t, G the running sum of the log decay. Exactly one S of 32, 16, 8, 4, 2, 1 has
 t in the second and i in the first half of the same aligned block of 2S rows. The factor splits at the middle of that block
@@ -7,8 +7,7 @@ into two that are at most 1, so the scores of a level are one masked matrix prod
 to be bounded (SAFE: about -5 a token, good to -10) the last four levels are one product in blocks of 16 rows, split at half the
 block's sum, with exponents of either sign within 8 |g|. The pair t = i has no decay.
 
-The backward takes running sums c inside sub-blocks of 16 rows and their totals t from memory instead: pairs of different
-sub-blocks have the factors exp(c_t), exp(t - c_i) and exp(totals of those between), all at most 1.
+The backward takes all levels one by one, whatever the gate.
 All decays are in log2 units (suffix 2), so that each costs a single ex2.
 """
 
@@ -119,6 +118,13 @@ def work_span(
 
 
 @triton.jit
+def sigmoid(b_x):
+    """1 / (1 + e^-x), by a reciprocal root and its square: a division checks ranges that cannot occur."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * b_x))
+    return b_r * b_r
+
+
+@triton.jit
 def gate_log2(b_x, a, lower_bound, GATE: tl.constexpr):
     """log2 of the decay. b_x is the log decay (GATE "log"), or raw g + dt_bias; a = exp(A_log)."""
     if GATE == "softplus":
@@ -126,7 +132,7 @@ def gate_log2(b_x, a, lower_bound, GATE: tl.constexpr):
         b_log1p = tl.where(b_e < 0.01, b_e * (1.0 - b_e * (0.5 - b_e * 0.33333333)), tl.log(1.0 + b_e))
         b_g = -a * tl.where(b_x > 20.0, b_x, b_log1p)
     elif GATE == "bounded":
-        b_g = lower_bound * tl.sigmoid(a * b_x)
+        b_g = lower_bound * sigmoid(a * b_x)
     else:
         b_g = b_x
     return tl.maximum(b_g * LOG2_E, MIN_LOG2)
@@ -136,10 +142,10 @@ def gate_log2(b_x, a, lower_bound, GATE: tl.constexpr):
 def gate_grad(b_dg, b_x, a, lower_bound, GATE: tl.constexpr):
     """From the gradient of the natural log decay: the gradient of raw g (and dt_bias), and each token's share of dA_log."""
     if GATE == "softplus":
-        b_dx = -a * tl.sigmoid(b_x) * b_dg
+        b_dx = -a * sigmoid(b_x) * b_dg
         b_da = b_dg * gate_log2(b_x, a, lower_bound, GATE) / LOG2_E
     elif GATE == "bounded":
-        b_s = tl.sigmoid(a * b_x)
+        b_s = sigmoid(a * b_x)
         b_dx = lower_bound * a * b_s * (1.0 - b_s) * b_dg
         b_da = b_dx * b_x
     else:
@@ -204,31 +210,7 @@ def inverse_norm(x, s_xt, o_c, m_c, C: tl.constexpr, K: tl.constexpr, BK: tl.con
     return b_r
 
 
-# Decays and scores of sub-blocks of BC rows; totals points at the chunk's, [NB, K]
-
-
-@triton.jit
-def sum_between(totals, i_s, i_r, o_k, K: tl.constexpr, BK: tl.constexpr):
-    """Decay of the sub-blocks between i_s and i_r, both left out, [BK]."""
-    b_sum = tl.zeros([BK], tl.float32)
-    for i in range(i_s + 1, i_r):
-        b_sum += tl.load(totals + i * K + o_k)
-    return b_sum
-
-
-@triton.jit
-def sums_around(totals, i_r, o_k, K: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr):
-    """Decays of all sub-blocks before and of all behind i_r, [BK] each."""
-    return sum_between(totals, -1, i_r, o_k, K, BK), sum_between(totals, i_r, NB, o_k, K, BK)
-
-
-@triton.jit
-def level_decay(b_c, S: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
-    """2^-|c - c_a| of level S, [BC, BK]."""
-    b_c3 = tl.reshape(b_c, [BC // (2 * S), 2 * S, BK])
-    m_a = (tl.arange(0, 2 * S) == S - 1)[None, :, None]
-    b_a = tl.sum(tl.where(m_a, b_c3, 0.0), axis=1, keep_dims=True)
-    return tl.reshape(tl.exp2(-tl.abs(b_c3 - b_a)), [BC, BK])
+# Levels
 
 
 @triton.jit

@@ -1,34 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA backward, everything inside a chunk. Names as in `kda_prepare` and `kda_state`; exponents are split as `kda_common` says.
+"""KDA backward, everything inside a chunk. Names as in `kda_prepare` and `kda_state`.
 
 Given S (`h`, before the chunk), dS (`dh`, after it), U, dX and dO (times scale):
     dAqk = lower(dO U^T)      dA = -strict_lower(dX U^T)                                                 [C, C]
     dqg  = dO S               dkb = -dX S               dkr = U dS                                       [C, K]
     b    : sum_v dX V + sum_c (k e^G) dkb + sum_i dA (A / b)
-Scores, sub-block r of rows against sub-block s of columns, e_t and e_i the two factors of their decay:
-    rows  q: e_t (dAqk (k e_i))      k: b e_t (dA (k e_i))      columns  k: e_i (dAqk^T (q e_t) + (b dA)^T (k e_t))
 
-The gate. Every exponent is a sum of g over a range of tokens; its gradient (q dq or k dk of that term) belongs to all of them.
-A row's exponent is c_t, plus totals of whole sub-blocks before it; a column's is t - c_i, plus totals behind it. So inside a
-sub-block dg is the sum over rows at or behind a token (of c's gradients) and over rows before it (of those of t - c), and
-whole sub-blocks get totals: `sums` keeps, for each sub-block r, those of its exponents that reach beyond it. No term
-is added and taken away again, but for pairs of one sub-block where the gate is SAFE; pairs t = i never enter. A strong decay
-keeps its relative accuracy.
+Pairs. A pair i < t belongs to one level S = 32, 16, 8, 4, 2, 1: t in the second and i in the first half of an aligned block of 2S
+rows. With e the decay between a row and the middle of its block, never above 1, and the level's part of dAqk and dA:
+    dq_t = e_t (dAqk (k e))      dkb_t = e_t (dA (k e))      dk_i = e_i (dAqk^T (q e) + dA^T (b k e))
+Rows and columns of a level are different tokens, so one array e serves both. Exact for any gate.
 
-| kernel   | one program for                         | reads                 | writes                                        |
-|----------|-----------------------------------------|-----------------------|-----------------------------------------------|
-| `scores` | chunk, head                             | dO, u, dx, v          | dAqk, dA, first term of db                    |
-| `state`  | chunk, head, BK channels                | dO, u, dx, h, dh      | dqg, dkb, dkr, gradient of decay              |
-| `intra`  | sub-block, head, BK channels (one warp) | all of these, q, k, c | dq, dk, dg in their place, `sums`, db         |
-| `finish` | sub-block, q/k head                     | those, q, k, g, beta  | dq, dk, dg, dbeta, shares of dA_log, ddt_bias |
+The gate. Every exponent x is a sum of g over a range of tokens, x = R g with R of zeros and ones (from the chunk's start, to its
+end, to the middle of a block), so its gradient, q dq + b k dkb + k dk of the terms it is in, goes back as dg = R^T dx. No term is
+added and taken away again: a strong decay keeps its relative accuracy. Pairs t = i have no decay and never enter.
+
+| kernel   | one program for                   | reads                             | writes                                  |
+|----------|-----------------------------------|-----------------------------------|-----------------------------------------|
+| `scores` | chunk, head                       | dO, u, dx, v                      | dAqk, dA, first term of db              |
+| `state`  | chunk, head, BK channels          | dO, u, dx, h, dh                  | dqg, dkb, dkr, gradient of decay        |
+| `pairs`  | half chunk, head, BK channels     | all of these, q, k, g, beta       | dqn, dkn, dg, shares of db, dA_log, ... |
+| `finish` | sub-block of 16 rows, q/k head    | dqn, dkn, shares of db, q, k      | dq, dk, dbeta                           |
+
+Schedule of `pairs`. Tiles are transposed, [BK, 32]: channels are the rows of all products, whose left operands (k e, q e, g, dx)
+are then made in the registers that tensor cores read them from, and only the small matrices dAqk, dA and R pass through shared
+memory. Half a chunk and 64 channels with four warps keep a tile at 16 registers a thread. That matters for more than
+occupancy: with all 255 registers taken, the ptxas of Triton 3.6 (12.8) was seen to add the constant of a shared-memory
+descriptor to a register that held something else, so that products read wrong or unmapped shared memory.
 """
 
 import triton
 import triton.language as tl
 
-from .kda_common import chunk_span, gate_grad, inverse_norm, level_decay, level_mask, load_gate_input, sums_around
-
-NUM_SUMS = 5  # vectors [K] a sub-block keeps: from pairs with sub-blocks 0, 1, 2; from q e^G and k e^G; from k e^(G_C - G)
+from .kda_common import NORM_EPS, chunk_span, gate_grad, gate_log2, load_gate_input
 
 
 @triton.jit(do_not_specialize=["scale", "T", "TT", "NT"])
@@ -39,6 +43,7 @@ def kda_grads_scores_kernel(
     dx,
     da_qk,
     da_kk,
+    da_max,
     db,
     cu_seqlens,
     chunk_seq,
@@ -60,6 +65,8 @@ def kda_grads_scores_kernel(
     IS_PACKED: tl.constexpr,
     IP: tl.constexpr,
 ):
+    """dAqk and dA in units of da_max [chunks, HV], a power of two that keeps the largest of them below 2: float16 then has
+    tf32's precision, whatever the size of dO."""
     i_h = tl.program_id(0) % HV
     i_c = tl.program_id(0) // HV
     i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
@@ -83,9 +90,17 @@ def kda_grads_scores_kernel(
         b_dAqk = tl.dot(b_do, b_u, b_dAqk, input_precision=IP)
         b_dA = tl.dot(b_dx, b_u, b_dA, input_precision=IP)
         b_db += tl.sum(b_dx.to(tl.float32) * b_v.to(tl.float32), axis=1)
+    m_low = o_c[:, None] >= o_c[None, :]
+    b_dAqk = tl.where(m_low, b_dAqk * scale, 0.0)
+    b_dA = tl.where(m_low, -b_dA, 0.0)
+    b_max = tl.max(tl.maximum(tl.abs(b_dAqk), tl.abs(b_dA)), axis=1, keep_dims=True)
+    b_max = tl.max(b_max, axis=0, keep_dims=True)  # [1, 1]: Triton 3.6 fails on sm_100 if the first maximum is a vector
+    b_max = tl.minimum(tl.maximum(b_max, 1e-24), 1e24)
+    b_max = (b_max.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     o_cc = row * C + o_c[:, None] * C + o_c[None, :]
-    tl.store(da_qk + o_cc, b_dAqk * scale, mask=m_c[:, None])
-    tl.store(da_kk + o_cc, -b_dA, mask=m_c[:, None])
+    tl.store(da_qk + o_cc, (b_dAqk / b_max).to(da_qk.dtype.element_ty), mask=m_c[:, None])
+    tl.store(da_kk + o_cc, (b_dA / b_max).to(da_kk.dtype.element_ty), mask=m_c[:, None])
+    tl.store(da_max + i_c.to(tl.int64) * HV + i_h + tl.zeros([1, 1], tl.int32), b_max)
     tl.store(db + row + o_c, b_db, mask=m_c)
 
 
@@ -151,48 +166,223 @@ def kda_grads_state_kernel(
         b_dkr = tl.dot(b_u, b_dh, b_dkr, input_precision=IP)
         b_dend += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=0)
     o_ck = row * K + o_c[:, None] * K + o_k[None, :]
-    tl.store(dqg + o_ck, b_dqg * scale, mask=m_c[:, None])
-    tl.store(dkb + o_ck, -b_dkb, mask=m_c[:, None])
-    tl.store(dkr + o_ck, b_dkr, mask=m_c[:, None])
+    tl.store(dqg + o_ck, (b_dqg * scale).to(dqg.dtype.element_ty), mask=m_c[:, None])
+    tl.store(dkb + o_ck, (-b_dkb).to(dkb.dtype.element_ty), mask=m_c[:, None])
+    tl.store(dkr + o_ck, b_dkr.to(dkr.dtype.element_ty), mask=m_c[:, None])
     tl.store(ddecay + o_chunk * K + o_k, b_dend * tl.load(decay + o_chunk * K + o_k))
 
 
 @triton.jit
-def load_block(p, i_r, i_s, num, C: tl.constexpr, BC: tl.constexpr):
-    """Block (i_r, i_s) of a chunk's [C, C] matrix; rows past the end are zero."""
-    o_t = i_r * BC + tl.arange(0, BC)
-    o_i = i_s * BC + tl.arange(0, BC)
-    return tl.load(p + o_t[:, None] * C + o_i[None, :], mask=(o_t < num)[:, None], other=0.0)
+def ranges(middle, N: tl.constexpr, DT: tl.constexpr):
+    """[s, t]: ones where token s lies between token t and the middle of t's block, t in the second half included.
+
+    A product x = g R gives every t the sum of g over its range. middle [1, N] or a number: 0 sums from the start of the tile to
+    t, N from behind t to its end.
+    """
+    o_s = tl.arange(0, N)[:, None]
+    o_t = tl.arange(0, N)[None, :]
+    return tl.where((o_s >= middle) == (o_s <= o_t), 1.0, 0.0).to(DT)
 
 
 @triton.jit
-def hand_to_sibling(b_dP, b_dQ, S: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
-    """For halves of blocks of 2S rows: a second half's gradients of sums from the block's start go to every token of the first
-    half, a first half's gradients of sums to the block's end go to every token of the second half. [BC, BK]"""
-    b_P = tl.reshape(b_dP, [BC // (2 * S), 2 * S, BK])
-    b_Q = tl.reshape(b_dQ, [BC // (2 * S), 2 * S, BK])
-    m_2 = (tl.arange(0, 2 * S) >= S)[None, :, None]
-    b_first = tl.sum(tl.where(m_2, b_P, 0.0), axis=1, keep_dims=True)
-    b_second = tl.sum(tl.where(m_2, 0.0, b_Q), axis=1, keep_dims=True)
-    return tl.reshape(tl.where(m_2, b_second, b_first), [BC, BK])
+def load_half(x, s_xt, b_r, o_k, o_t, m_t, DT: tl.constexpr):
+    """Rows o_t of q or k times their inverse norms, transposed, [BK, BH]."""
+    b_x = tl.load(x + o_k[:, None] + o_t[None, :] * s_xt, mask=m_t[None, :], other=0.0).to(tl.float32)
+    return (b_x * b_r[None, :]).to(DT)
 
 
-@triton.jit(do_not_specialize=["T", "TT", "NT"])
-def kda_grads_intra_kernel(
+@triton.jit
+def load_gate_half(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K: tl.constexpr, SCALAR: tl.constexpr):
+    """Raw g + dt_bias of rows o_t, transposed, [BK, BH], or [1, BH] for one gate a head."""
+    if SCALAR:
+        b_x = tl.load(g + o_t * s_gt, mask=m_t, other=0.0).to(tl.float32)[None, :]
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + i_h)
+    else:
+        b_x = tl.load(g + o_k[:, None] + o_t[None, :] * s_gt, mask=m_t[None, :], other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + i_h * K + o_k)[:, None]
+    return b_x
+
+
+@triton.jit
+def load_decay_half(
+    g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t,
+    K: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """log2 decays of rows o_t, transposed, [BK, BH]; rows past the sequence decay nothing."""
+    b_x = load_gate_half(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR)
+    b_g = tl.where(m_t[None, :], gate_log2(b_x, a, lower_bound, GATE), 0.0)
+    return tl.broadcast_to(b_g, [BK, BH]).to(DT)
+
+
+@triton.jit
+def load_scores(p, o_r, o_c, num, C: tl.constexpr, DT: tl.constexpr):
+    """Rows o_r and columns o_c of a chunk's dAqk or dA."""
+    return tl.load(p + o_r[:, None] * C + o_c[None, :], mask=(o_r < num)[:, None], other=0.0).to(DT)
+
+
+@triton.jit
+def load_tile(p, o_k, o_t, m_t, K: tl.constexpr):
+    """Rows o_t of a workspace [.., K], transposed, [BK, BH] float32."""
+    return tl.load(p + o_k[:, None] + o_t[None, :] * K, mask=m_t[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pairs_half(
+    q, k, g, beta, A_log, dt_bias, rq, rk, dqg, dkb, dkr, ddecay, da_qk, da_kk, da_max, dqn, dkn, dg, db_part, dA_part,
+    dbias_part, cu_seqlens, chunk_seq, chunk_base, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, lower_bound, T, TT,
+    NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr,
+    SCALAR: tl.constexpr, IS_PACKED: tl.constexpr, GDT: tl.constexpr, SDT: tl.constexpr, IP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One half of a chunk: HALF 0, the first, or 1. Arguments as of the kernel."""
+    BH: tl.constexpr = C // 2
+    NK: tl.constexpr = K // BK
+    XDT: tl.constexpr = tl.float32 if IP == "tf32x3" else tl.bfloat16  # of gradients of exponents: range before precision
+    i_k = tl.program_id(0) // 2 % NK
+    i_h = tl.program_id(0) // (2 * NK) % HV
+    i_c = tl.program_id(0) // (2 * NK * HV)
+    i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
+    if num <= HALF * BH:
+        return
+    i_hk = i_h // (HV // H)
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_r = tl.arange(0, BH)
+    o_t = HALF * BH + o_r
+    o_o = BH - HALF * BH + o_r  # tokens of the other half
+    m_t = o_t < num
+    m_o = o_o < num
+    token = i_b * T + t0
+    row = i_h.to(tl.int64) * TT + token
+    o_chunk = i_c.to(tl.int64) * HV + i_h
+    # scalars go into the pointers, so that the offsets of tiles stay 32 bits wide
+    q += i_b * s_qb + t0 * s_qt + i_hk * s_qh
+    k += i_b * s_kb + t0 * s_kt + i_hk * s_kh
+    g += i_b * s_gb + t0 * s_gt + i_h * s_gh
+    beta += row
+    rq += row
+    rk += row
+    dqg += row * K
+    dkb += row * K
+    dkr += row * K
+    da_qk += row * C
+    da_kk += row * C
+    a = 1.0
+    if A_log is not None:
+        a = tl.exp(tl.load(A_log + i_h))
+    unit = tl.load(da_max + o_chunk)  # gradients below are in these units
+
+    # The other half: k (and q) decayed to where the halves meet; the pairs with it (level 32, rows in the second half, columns
+    # in the first); and the gradient of its sums of g that span this half (b_end), which are those of k e^(G_C - G) if it is the
+    # first, of q e^G and k e^G if it is the second.
+    b_g = load_decay_half(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_o, m_o, K, BK, BH, SCALAR, GATE, GDT)
+    b_Eo = tl.exp2(tl.sum(b_g.to(tl.float32), axis=1))
+    b_e = tl.exp2(tl.dot(b_g, ranges(BH * HALF, BH, GDT), input_precision=IP))
+    b_k = load_half(k, s_kt, tl.load(rk + o_o, mask=m_o, other=0.0), o_k, o_o, m_o, tl.float32) * b_e
+    if HALF == 0:
+        b_q = load_half(q, s_qt, tl.load(rq + o_o, mask=m_o, other=0.0), o_k, o_o, m_o, tl.float32) * b_e
+        b_k = b_k * tl.load(beta + o_o, mask=m_o, other=0.0)[None, :]
+        b_end = tl.sum(b_q * load_tile(dqg, o_k, o_o, m_o, K) + b_k * load_tile(dkb, o_k, o_o, m_o, K), axis=1)
+        b_col = tl.dot(b_q.to(SDT), load_scores(da_qk, o_o, o_t, num, C, SDT), input_precision=IP)
+        b_col = tl.dot(b_k.to(SDT), load_scores(da_kk, o_o, o_t, num, C, SDT), b_col, input_precision=IP)
+    else:
+        b_end = tl.sum(b_k * load_tile(dkr, o_k, o_o, m_o, K), axis=1)
+        b_rowq = tl.dot(b_k.to(SDT), tl.trans(load_scores(da_qk, o_t, o_o, num, C, SDT)), input_precision=IP)
+        b_rowk = tl.dot(b_k.to(SDT), tl.trans(load_scores(da_kk, o_t, o_o, num, C, SDT)), input_precision=IP)
+
+    # This half: through the states, and with what the other half gave. dg takes the gradients of both kinds of sums.
+    b_beta = tl.load(beta + o_t, mask=m_t, other=0.0)
+    b_q = load_half(q, s_qt, tl.load(rq + o_t, mask=m_t, other=0.0), o_k, o_t, m_t, SDT)
+    b_k = load_half(k, s_kt, tl.load(rk + o_t, mask=m_t, other=0.0), o_k, o_t, m_t, SDT)
+    b_g = load_decay_half(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t, K, BK, BH, SCALAR, GATE, GDT)
+    b_end = b_end * tl.exp2(tl.sum(b_g.to(tl.float32), axis=1)) + tl.load(ddecay + o_chunk * K + o_k)
+    b_e = tl.exp2(tl.dot(b_g, ranges(0, BH, GDT), input_precision=IP))  # from the half's start to t
+    b_dq = load_tile(dqg, o_k, o_t, m_t, K) * (1.0 / unit)
+    b_dkb = load_tile(dkb, o_k, o_t, m_t, K) * (1.0 / unit)
+    if HALF == 1:
+        b_dq = b_dq * b_Eo[:, None] + b_rowq
+        b_dkb = b_dkb * b_Eo[:, None] + b_rowk
+    b_dq = b_dq * b_e
+    b_dkb = b_dkb * b_e
+    b_x = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * (b_dkb * b_beta[None, :])
+    b_dg = tl.dot(b_x.to(XDT), tl.trans(ranges(0, BH, XDT)), input_precision=IP)
+    b_e = tl.exp2(tl.dot(b_g, ranges(BH, BH, GDT), input_precision=IP))  # from behind t to the half's end
+    b_dk = load_tile(dkr, o_k, o_t, m_t, K) * (1.0 / unit)
+    if HALF == 0:
+        b_dk = b_dk * b_Eo[:, None] + b_col
+    b_dk = b_dk * b_e
+    b_x = b_k.to(tl.float32) * b_dk
+    b_dg = tl.dot(b_x.to(XDT), tl.trans(ranges(BH, BH, XDT)), b_dg, input_precision=IP)
+
+    # levels 16 to 1: pairs inside the half
+    for i_l in range(5):  # a loop, not unrolled: nothing of a later level is fetched early and held in registers
+        S = 16 >> i_l
+        middle = (o_r & (-2 * S))[None, :] + S
+        m_s = ((o_r & -S)[:, None] - (o_r & -S)[None, :] == S) & ((o_r & S) == 0)[None, :]
+        b_aq = tl.where(m_s, load_scores(da_qk, o_t, o_t, num, C, SDT), 0.0).to(SDT)
+        b_ak = tl.where(m_s, load_scores(da_kk, o_t, o_t, num, C, SDT), 0.0).to(SDT)
+        b_e = tl.exp2(tl.dot(b_g, ranges(middle, BH, GDT), input_precision=IP))
+        b_ke = (b_k.to(tl.float32) * b_e).to(SDT)
+        b_row = tl.dot(b_ke, tl.trans(b_aq), input_precision=IP)
+        b_dq += b_row * b_e
+        b_x = b_q.to(tl.float32) * b_row
+        b_row = tl.dot(b_ke, tl.trans(b_ak), input_precision=IP)
+        b_dkb += b_row * b_e
+        b_x += b_k.to(tl.float32) * (b_row * b_beta[None, :])
+        b_col = tl.dot((b_k.to(tl.float32) * b_e * b_beta[None, :]).to(SDT), b_ak, input_precision=IP)
+        b_col = tl.dot((b_q.to(tl.float32) * b_e).to(SDT), b_aq, b_col, input_precision=IP)
+        b_dk += b_col * b_e
+        b_x = (b_x + b_k.to(tl.float32) * b_col) * b_e
+        b_dg = tl.dot(b_x.to(XDT), tl.trans(ranges(middle, BH, XDT)), b_dg, input_precision=IP)
+    b_dg = b_dg * unit + b_end[:, None]
+
+    # out: q and k with the pairs t = i, this program's share of db, and g through the gate
+    b_diag = tl.load(da_qk + o_t * (C + 1), mask=m_t, other=0.0).to(tl.float32)[None, :]
+    o_tk = row * K + o_t[None, :] * K + o_k[:, None]
+    b_x = (b_dq + b_k.to(tl.float32) * b_diag) * unit
+    tl.store(dqn + o_tk, b_x.to(dqn.dtype.element_ty), mask=m_t[None, :])
+    b_x = (b_dk + b_dkb * b_beta[None, :] + b_q.to(tl.float32) * b_diag) * unit
+    tl.store(dkn + o_tk, b_x.to(dkn.dtype.element_ty), mask=m_t[None, :])
+    o_row = i_k.to(tl.int64) * HV * TT + row + o_t
+    tl.store(db_part + o_row, tl.sum(b_k.to(tl.float32) * b_dkb, axis=0) * unit, mask=m_t)
+    if SCALAR:
+        tl.store(dg + o_row, tl.sum(b_dg, axis=0), mask=m_t)
+    else:
+        b_x = load_gate_half(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR)
+        b_dx, b_da = gate_grad(b_dg, b_x, a, lower_bound, GATE)
+        p_dg = dg + (token * HV + i_h) * K + o_t[None, :] * (HV * K) + o_k[:, None]
+        tl.store(p_dg, b_dx.to(dg.dtype.element_ty), mask=m_t[None, :])
+        o_part = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + o_k
+        if dA_part is not None:
+            tl.store(dA_part + o_part, tl.sum(tl.where(m_t[None, :], b_da, 0.0), axis=1))
+        if dbias_part is not None:
+            tl.store(dbias_part + o_part, tl.sum(tl.where(m_t[None, :], b_dx, 0.0), axis=1))
+
+
+@triton.jit(do_not_specialize=["T", "TT", "NT", "lower_bound"])
+def kda_grads_pairs_kernel(
     q,
     k,
+    g,
     beta,
+    A_log,
+    dt_bias,
     rq,
     rk,
-    c_sum,
-    totals,
+    dqg,
+    dkb,
+    dkr,
+    ddecay,
     da_qk,
     da_kk,
-    dq,
-    dk,
+    da_max,
+    dqn,
+    dkn,
     dg,
     db_part,
-    sums,
+    dA_part,
+    dbias_part,
     cu_seqlens,
     chunk_seq,
     chunk_base,
@@ -202,6 +392,10 @@ def kda_grads_intra_kernel(
     s_kb,
     s_kt,
     s_kh,
+    s_gb,
+    s_gt,
+    s_gh,
+    lower_bound,
     T,
     TT,
     NT,
@@ -210,153 +404,30 @@ def kda_grads_intra_kernel(
     K: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALAR: tl.constexpr,
     IS_PACKED: tl.constexpr,
-    SAFE: tl.constexpr,
+    GDT: tl.constexpr,
+    SDT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """dq, dk, dg hold dqg, dkr, dkb on entry and the gradients of the normalised q and k and of the log decay on exit.
+    """beta is the activated one; rq and rk are inverse norms. GDT and SDT are the operand types of decays and scores.
 
-    dg still lacks what `sums` says of other sub-blocks. db_part [K / BK, HV, B*T]: this program's channels' share of db.
+    dqn, dkn [HV, B*T, K] take the gradients of the normalised q and k; db_part [K / BK, HV, B*T] each block of channels' share.
+    dg is final, or, for one gate a head, [K / BK, HV, B*T] like db_part. dA_part and dbias_part are [chunks, 2, HV, K].
     """
-    BC: tl.constexpr = 16
-    NB: tl.constexpr = C // BC
-    NK: tl.constexpr = K // BK
-    i_r = tl.program_id(0) % NB
-    i_k = tl.program_id(0) // NB % NK
-    i_h = tl.program_id(0) // (NB * NK) % HV
-    i_c = tl.program_id(0) // (NB * NK * HV)
-    i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
-    if i_r * BC >= num:
-        return
-    i_hk = i_h // (HV // H)
-    o_r = tl.arange(0, BC)
-    o_t = i_r * BC + o_r
-    o_k = i_k * BK + tl.arange(0, BK)
-    m_t = o_t < num
-    m_tk = m_t[:, None]
-    row = i_h.to(tl.int64) * TT + i_b * T + t0
-    q += i_b * s_qb + t0 * s_qt + i_hk * s_qh
-    k += i_b * s_kb + t0 * s_kt + i_hk * s_kh
-    beta += row
-    rq += row
-    rk += row
-    c_sum += row * K
-    da_qk += row * C
-    da_kk += row * C
-    totals += (i_c.to(tl.int64) * HV + i_h) * (NB * K)
-    sums += ((i_c.to(tl.int64) * HV + i_h) * NB + i_r) * (5 * K) + o_k
-
-    b_beta = tl.load(beta + o_t, mask=m_t, other=0.0)[:, None]
-    b_rq = tl.load(rq + o_t, mask=m_t, other=0.0)
-    b_rk = tl.load(rk + o_t, mask=m_t, other=0.0)
-    b_q = tl.load(q + o_t[:, None] * s_qt + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rq[:, None]
-    b_k = tl.load(k + o_t[:, None] * s_kt + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rk[:, None]
-    b_c = tl.load(c_sum + o_t[:, None] * K + o_k[None, :], mask=m_tk, other=0.0)
-    b_t = tl.load(totals + i_r * K + o_k)
-    b_before, b_after = sums_around(totals, i_r, o_k, K, NB, BK)
-
-    # the state's terms
-    o_tk = row * K + o_t[:, None] * K + o_k[None, :]
-    b_eG = tl.exp2(b_c + b_before[None, :])
-    b_dq = tl.load(dq + o_tk, mask=m_tk, other=0.0) * b_eG
-    b_dkb = tl.load(dg + o_tk, mask=m_tk, other=0.0) * b_eG
-    b_dk = tl.load(dk + o_tk, mask=m_tk, other=0.0) * tl.exp2((b_t + b_after)[None, :] - b_c)
-    b_db = tl.sum(b_k * b_dkb, axis=1)
-    b_dkb = b_dkb * b_beta
-    b_dP = b_q * b_dq + b_k * b_dkb
-    b_dQ = b_k * b_dk
-    b_dk += b_dkb
-    tl.store(sums + 3 * K, tl.sum(b_dP, axis=0))
-    tl.store(sums + 4 * K, tl.sum(b_dQ, axis=0))
-
-    # pairs with earlier sub-blocks: this one's are the rows
-    b_span = tl.zeros([BK], tl.float32)
-    for i in range(0, i_r):
-        i_s = i_r - 1 - i
-        o_i = i_s * BC + o_r
-        b_ts = tl.load(totals + i_s * K + o_k)
-        b_cs = tl.load(c_sum + o_i[:, None] * K + o_k[None, :])
-        b_ks = tl.load(k + o_i[:, None] * s_kt + o_k[None, :]).to(tl.float32) * tl.load(rk + o_i)[:, None]
-        b_ks = b_ks * tl.exp2(b_ts[None, :] - b_cs)
-        b_e = tl.exp2(b_c + b_span[None, :])
-        b_rowq = tl.dot(load_block(da_qk, i_r, i_s, num, C, BC), b_ks, input_precision=IP) * b_e
-        b_rowk = tl.dot(load_block(da_kk, i_r, i_s, num, C, BC), b_ks, input_precision=IP) * b_e
-        b_dq += b_rowq
-        b_db += tl.sum(b_k * b_rowk, axis=1)
-        b_rowk = b_rowk * b_beta
-        b_dk += b_rowk
-        b_z = b_q * b_rowq + b_k * b_rowk
-        b_dP += b_z
-        tl.store(sums + i_s * K, tl.sum(b_z, axis=0))
-        b_span += b_ts
-
-    # pairs with later sub-blocks: this one's are the columns
-    b_span = tl.zeros([BK], tl.float32)
-    for i_s in range(i_r + 1, tl.cdiv(num, BC)):
-        o_s = i_s * BC + o_r
-        m_s = o_s < num
-        b_cs = tl.load(c_sum + o_s[:, None] * K + o_k[None, :], mask=m_s[:, None], other=0.0)
-        b_es = tl.exp2(b_cs)
-        b_bs = tl.load(beta + o_s, mask=m_s, other=0.0)
-        b_rs = tl.load(rq + o_s, mask=m_s, other=0.0)
-        b_qs = tl.load(q + o_s[:, None] * s_qt + o_k[None, :], mask=m_s[:, None], other=0.0).to(tl.float32) * b_rs[:, None] * b_es
-        b_col = tl.dot(tl.trans(load_block(da_qk, i_s, i_r, num, C, BC)), b_qs, input_precision=IP)
-        b_rs = tl.load(rk + o_s, mask=m_s, other=0.0) * b_bs
-        b_ks = tl.load(k + o_s[:, None] * s_kt + o_k[None, :], mask=m_s[:, None], other=0.0).to(tl.float32) * b_rs[:, None] * b_es
-        b_col = tl.dot(tl.trans(load_block(da_kk, i_s, i_r, num, C, BC)), b_ks, b_col, input_precision=IP)
-        b_col = b_col * tl.exp2((b_t + b_span)[None, :] - b_c)
-        b_dk += b_col
-        b_dQ += b_k * b_col
-        b_span += tl.load(totals + i_s * K + o_k)
-
-    # pairs inside
-    b_aq = load_block(da_qk, i_r, i_r, num, C, BC)
-    b_ak = load_block(da_kk, i_r, i_r, num, C, BC)
-    b_diag = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_aq, 0.0), axis=1)
-    if SAFE:
-        m_low = o_r[:, None] > o_r[None, :]
-        b_aq = tl.where(m_low, b_aq, 0.0)
-        b_ak = tl.where(m_low, b_ak, 0.0)
-        b_up = tl.exp2(b_c - 0.5 * b_t[None, :])
-        b_down = tl.exp2(0.5 * b_t[None, :] - b_c)
-        b_rowq = tl.dot(b_aq, b_k * b_down, input_precision=IP) * b_up
-        b_rowk = tl.dot(b_ak, b_k * b_down, input_precision=IP) * b_up
-        b_col = tl.dot(tl.trans(b_aq), b_q * b_up, input_precision=IP)
-        b_col = tl.dot(tl.trans(b_ak), b_k * b_beta * b_up, b_col, input_precision=IP) * b_down
-        b_dq += b_rowq
-        b_db += tl.sum(b_k * b_rowk, axis=1)
-        b_rowk = b_rowk * b_beta
-        b_dk += b_rowk
-        b_dk += b_col
-        b_dP += b_q * b_rowq + b_k * b_rowk - b_k * b_col
-        b_dg = tl.cumsum(b_dP, axis=0, reverse=True) + tl.cumsum(b_dQ, axis=0) - b_dQ
+    if tl.program_id(0) % 2 == 0:
+        pairs_half(
+            q, k, g, beta, A_log, dt_bias, rq, rk, dqg, dkb, dkr, ddecay, da_qk, da_kk, da_max, dqn, dkn, dg, db_part, dA_part,
+            dbias_part, cu_seqlens, chunk_seq, chunk_base, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, lower_bound,
+            T, TT, NT, H, HV, K, C, BK, GATE, SCALAR, IS_PACKED, GDT, SDT, IP, 0,
+        )  # fmt: skip
     else:
-        b_dg = tl.zeros([BC, BK], tl.float32)
-        for i_s in tl.static_range(4):
-            m_s = level_mask(8 >> i_s, BC)
-            b_dg += hand_to_sibling(b_dP, b_dQ, 8 >> i_s, BC, BK)
-            b_e = level_decay(b_c, 8 >> i_s, BC, BK)
-            b_aqs = tl.where(m_s, b_aq, 0.0)
-            b_aks = tl.where(m_s, b_ak, 0.0)
-            b_rowq = tl.dot(b_aqs, b_k * b_e, input_precision=IP) * b_e
-            b_rowk = tl.dot(b_aks, b_k * b_e, input_precision=IP) * b_e
-            b_col = tl.dot(tl.trans(b_aqs), b_q * b_e, input_precision=IP)
-            b_col = tl.dot(tl.trans(b_aks), b_k * b_beta * b_e, b_col, input_precision=IP) * b_e
-            b_dq += b_rowq
-            b_db += tl.sum(b_k * b_rowk, axis=1)
-            b_rowk = b_rowk * b_beta
-            b_dk += b_rowk
-            b_dk += b_col
-            b_dP += b_q * b_rowq + b_k * b_rowk
-            b_dQ += b_k * b_col
-        b_dg += b_dP
-
-    b_dq += b_diag[:, None] * b_k
-    b_dk += b_diag[:, None] * b_q
-    tl.store(dq + o_tk, b_dq, mask=m_tk)
-    tl.store(dk + o_tk, b_dk, mask=m_tk)
-    tl.store(dg + o_tk, b_dg, mask=m_tk)
-    tl.store(db_part + i_k.to(tl.int64) * HV * TT + row + o_t, b_db, mask=m_t)
+        pairs_half(
+            q, k, g, beta, A_log, dt_bias, rq, rk, dqg, dkb, dkr, ddecay, da_qk, da_kk, da_max, dqn, dkn, dg, db_part, dA_part,
+            dbias_part, cu_seqlens, chunk_seq, chunk_base, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, lower_bound,
+            T, TT, NT, H, HV, K, C, BK, GATE, SCALAR, IS_PACKED, GDT, SDT, IP, 1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -364,8 +435,9 @@ def unnormalise(x, s_xt, b_dn, o_t, m_t, K: tl.constexpr, BC: tl.constexpr, NORM
     """Gradient of x from that of n = x r, r = 1 / |x|: r (dn - n (n . dn))."""
     if NORM:
         o_k = tl.arange(0, K)
-        b_r = inverse_norm(x, s_xt, o_t, m_t, BC, K, K, True)
-        b_n = tl.load(x + o_t[:, None] * s_xt + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32) * b_r[:, None]
+        b_x = tl.load(x + o_t[:, None] * s_xt + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_r = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) + NORM_EPS)
+        b_n = b_x * b_r[:, None]
         b_dn = (b_dn - b_n * tl.sum(b_n * b_dn, axis=1)[:, None]) * b_r[:, None]
     return b_dn
 
@@ -380,11 +452,9 @@ def kda_grads_finish_kernel(
     dt_bias,
     dqn,
     dkn,
-    dgl,
+    dg_part,
     db,
     db_part,
-    sums,
-    ddecay,
     dq,
     dk,
     dg,
@@ -419,8 +489,10 @@ def kda_grads_finish_kernel(
     BETA_MAX: tl.constexpr,
     IS_PACKED: tl.constexpr,
 ):
-    """The rest: totals of other sub-blocks into dg and through the gate, dq and dk over the value heads of a group and
-    through the norm, dbeta through its sigmoid. beta is the activated one; db [HV, B*T] and db_part add up to its gradient."""
+    """What needs all channels or all value heads of a group: dq and dk through the norm, dbeta, and one gate a head.
+
+    beta is the activated one; db [HV, B*T] and db_part add up to its gradient.
+    """
     BC: tl.constexpr = 16
     NB: tl.constexpr = C // BC
     G: tl.constexpr = HV // H
@@ -435,59 +507,41 @@ def kda_grads_finish_kernel(
     m_t = o_t < num
     m_tk = m_t[:, None]
     token = i_b * T + t0
-    q += i_b * s_qb + t0 * s_qt + i_hk * s_qh
-    k += i_b * s_kb + t0 * s_kt + i_hk * s_kh
     b_dq = tl.zeros([BC, K], tl.float32)
     b_dk = tl.zeros([BC, K], tl.float32)
     for i_g in range(0, G):
         i_h = i_hk * G + i_g
-        o_chunk = i_c.to(tl.int64) * HV + i_h
         row = i_h.to(tl.int64) * TT + token
         o_tk = row * K + o_t[:, None] * K + o_k[None, :]
-        b_dq += tl.load(dqn + o_tk, mask=m_tk, other=0.0)
-        b_dk += tl.load(dkn + o_tk, mask=m_tk, other=0.0)
-
-        b_sum = tl.load(ddecay + o_chunk * K + o_k)
-        p_sums = sums + o_chunk * (NB * 5 * K) + o_k
-        for i_s in range(0, i_r):
-            b_sum += tl.load(p_sums + (i_s * 5 + 4) * K)
-        for i_s in range(i_r + 1, tl.cdiv(num, BC)):
-            b_sum += tl.load(p_sums + (i_s * 5 + 3) * K)
-            for i in range(0, i_r):  # pairs that have this sub-block between them
-                b_sum += tl.load(p_sums + (i_s * 5 + i) * K)
-        b_dg = tl.load(dgl + o_tk, mask=m_tk, other=0.0) + b_sum[None, :]
-        a = 1.0
-        if A_log is not None:
-            a = tl.exp(tl.load(A_log + i_h))
-        p_g = g + i_b * s_gb + t0 * s_gt + i_h * s_gh
-        b_x = load_gate_input(p_g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR, dt_bias is not None)
-        out = (token * HV + i_h) + o_t.to(tl.int64) * HV
-        o_part = (i_c.to(tl.int64) * NB + i_r) * HV + i_h
-        if SCALAR:
-            b_dx, b_da = gate_grad(tl.sum(b_dg, axis=1), b_x, a, lower_bound, GATE)
-            b_da = tl.where(m_t, b_da, 0.0)
-            tl.store(dg + out, b_dx.to(dg.dtype.element_ty), mask=m_t)
-            if dbias_part is not None:
-                tl.store(dbias_part + o_part, tl.sum(tl.where(m_t, b_dx, 0.0), axis=0))
-        else:
-            b_dx, b_da2 = gate_grad(b_dg, b_x, a, lower_bound, GATE)
-            b_da = tl.sum(tl.where(m_tk, b_da2, 0.0), axis=1)
-            tl.store(dg + out[:, None] * K + o_k[None, :], b_dx.to(dg.dtype.element_ty), mask=m_tk)
-            if dbias_part is not None:
-                tl.store(dbias_part + o_part * K + o_k, tl.sum(tl.where(m_tk, b_dx, 0.0), axis=0))
-        if dA_part is not None:
-            tl.store(dA_part + o_part, tl.sum(b_da, axis=0))
-
+        b_dq += tl.load(dqn + o_tk, mask=m_tk, other=0.0).to(tl.float32)
+        b_dk += tl.load(dkn + o_tk, mask=m_tk, other=0.0).to(tl.float32)
+        out = (token * HV + i_h) + o_t * HV
         b_db = tl.load(db + row + o_t, mask=m_t, other=0.0)
-        for i_k in range(0, NK):
-            b_db += tl.load(db_part + i_k * HV * TT + row + o_t, mask=m_t, other=0.0)
+        for i_k in tl.static_range(NK):
+            b_db += tl.load(db_part + i_k * HV * TT.to(tl.int64) + row + o_t, mask=m_t, other=0.0)
         if SIGMOID:
             b_beta = tl.load(beta + row + o_t, mask=m_t, other=0.0)
             b_db = b_db * b_beta * (1.0 - b_beta / BETA_MAX)
         tl.store(dbeta + out, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+        if SCALAR:
+            b_dg = tl.zeros([BC], tl.float32)
+            for i_k in tl.static_range(NK):
+                b_dg += tl.load(dg_part + i_k * HV * TT.to(tl.int64) + row + o_t, mask=m_t, other=0.0)
+            a = 1.0
+            if A_log is not None:
+                a = tl.exp(tl.load(A_log + i_h))
+            p_g = g + i_b * s_gb + t0 * s_gt + i_h * s_gh
+            b_x = load_gate_input(p_g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR, dt_bias is not None)
+            b_dx, b_da = gate_grad(b_dg, b_x, a, lower_bound, GATE)
+            tl.store(dg + out, b_dx.to(dg.dtype.element_ty), mask=m_t)
+            o_part = (i_c.to(tl.int64) * NB + i_r) * HV + i_h
+            if dA_part is not None:
+                tl.store(dA_part + o_part, tl.sum(tl.where(m_t, b_da, 0.0), axis=0))
+            if dbias_part is not None:
+                tl.store(dbias_part + o_part, tl.sum(tl.where(m_t, b_dx, 0.0), axis=0))
 
     o_tk = (token * H + i_hk) * K + o_t[:, None] * (H * K) + o_k[None, :]
-    b_dq = unnormalise(q, s_qt, b_dq, o_t, m_t, K, BC, NORM)
+    b_dq = unnormalise(q + i_b * s_qb + t0 * s_qt + i_hk * s_qh, s_qt, b_dq, o_t, m_t, K, BC, NORM)
     tl.store(dq + o_tk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
-    b_dk = unnormalise(k, s_kt, b_dk, o_t, m_t, K, BC, NORM)
+    b_dk = unnormalise(k + i_b * s_kb + t0 * s_kt + i_hk * s_kh, s_kt, b_dk, o_t, m_t, K, BC, NORM)
     tl.store(dk + o_tk, b_dk.to(dk.dtype.element_ty), mask=m_tk)

@@ -64,6 +64,12 @@ def score_precision(p: KdaProblem) -> tuple[tl.dtype, str]:
     return tl.float32, "tf32"
 
 
+def pair_precision(p: KdaProblem) -> tl.dtype:
+    """Operand type of the gradients of scores, which come in units of their largest."""
+    SDT, _ = score_precision(p)
+    return SDT if tl.float16 == SDT or p.dtype == torch.float32 else tl.bfloat16
+
+
 def decay_precision(p: KdaProblem) -> tl.dtype:
     """Operand type of the sums of log decays. Rounding g to float16's mantissa changes o by 5e-5; sums stay in float32."""
     return tl.float32 if p.dtype == torch.float32 else tl.float16

@@ -101,7 +101,10 @@ def kda_prepare_kernel(
     SDT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """GDT and SDT are the operand types of the decays and of the scores, IP the precision of float32 operands."""
+    """GDT and SDT are the operand types of the decays and of the scores, IP the precision of float32 operands.
+
+    Without a_qk only kb, kr and qg are written: for a backward that was handed the rest.
+    """
     i_h = tl.program_id(0) % HV
     i_c = tl.program_id(0) // HV
     i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
@@ -119,11 +122,15 @@ def kda_prepare_kernel(
 
     b_beta = tl.load(beta + o_t * s_bt, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.where(m_t, activate_beta(b_beta, SIGMOID, BETA_MAX), 0.0)
-    b_rq = inverse_norm(q, s_qt, o_t, m_t, C, K, BK, NORM)
-    b_rk = inverse_norm(k, s_kt, o_t, m_t, C, K, BK, NORM)
-    tl.store(b_out + row + o_t, b_beta, mask=m_t)
-    tl.store(rq_out + row + o_t, b_rq, mask=m_t)
-    tl.store(rk_out + row + o_t, b_rk, mask=m_t)
+    if a_qk is not None:
+        b_rq = inverse_norm(q, s_qt, o_t, m_t, C, K, BK, NORM)
+        b_rk = inverse_norm(k, s_kt, o_t, m_t, C, K, BK, NORM)
+        tl.store(b_out + row + o_t, b_beta, mask=m_t)
+        tl.store(rq_out + row + o_t, b_rq, mask=m_t)
+        tl.store(rk_out + row + o_t, b_rk, mask=m_t)
+    else:
+        b_rq = tl.load(rq_out + row + o_t, mask=m_t, other=0.0)
+        b_rk = tl.load(rk_out + row + o_t, mask=m_t, other=0.0)
     a = 1.0
     if A_log is not None:
         a = tl.exp(tl.load(A_log + i_h))
@@ -136,9 +143,10 @@ def kda_prepare_kernel(
         b_q = tl.load(q + o_t[:, None] * s_qt + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rq[:, None]
         b_k = tl.load(k + o_t[:, None] * s_kt + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rk[:, None]
         b_g = load_decay(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t, K, C, BK, SCALAR, GATE)
-        tl.store(decay + (i_c.to(tl.int64) * HV + i_h) * K + o_k, tl.exp2(tl.sum(b_g, axis=0)))
+        if a_qk is not None:
+            tl.store(decay + (i_c.to(tl.int64) * HV + i_h) * K + o_k, tl.exp2(tl.sum(b_g, axis=0)))
+            b_diag += tl.sum(b_q * b_k, axis=1)
         b_g = b_g.to(GDT)
-        b_diag += tl.sum(b_q * b_k, axis=1)
 
         o_tk = row * K + o_t[:, None] * K + o_k[None, :]
         b_e = tl.exp2(tl.dot(range_matrix(0, C, GDT), b_g, input_precision=IP))
@@ -147,74 +155,25 @@ def kda_prepare_kernel(
         b_e = tl.exp2(tl.dot(range_matrix(-1, C, GDT), b_g, input_precision=IP))
         tl.store(kr + o_tk, (b_k * b_e).to(kr.dtype.element_ty), mask=m_tk)
 
-        if SAFE:
-            b_x = tl.dot(range_matrix(-2, C, GDT), b_g, input_precision=IP)
-            b_e = tl.exp2(b_x)
-            b_kt = tl.trans(b_k * tl.exp2(-b_x))
-            m_s = o_t[:, None] // 16 == o_t[None, :] // 16
-            b_Aqk += tl.where(m_s, tl.dot(b_q * b_e, b_kt, input_precision=IP), 0.0)
-            b_A += tl.where(m_s, tl.dot(b_k * b_e, b_kt, input_precision=IP), 0.0)
-        for i_s in tl.static_range(4 if SAFE else 0, 6):
-            m_s = level_mask(1 << i_s, C)
-            b_e = tl.exp2(tl.dot(range_matrix(1 << i_s, C, GDT), b_g, input_precision=IP))
-            b_ke = (b_k * b_e).to(SDT)
-            b_Aqk += tl.where(m_s, tl.dot((b_q * b_e).to(SDT), tl.trans(b_ke), input_precision=IP), 0.0)
-            b_A += tl.where(m_s, tl.dot(b_ke, tl.trans(b_ke), input_precision=IP), 0.0)
+        if a_qk is not None:
+            if SAFE:
+                b_x = tl.dot(range_matrix(-2, C, GDT), b_g, input_precision=IP)
+                b_e = tl.exp2(b_x)
+                b_kt = tl.trans(b_k * tl.exp2(-b_x))
+                m_s = o_t[:, None] // 16 == o_t[None, :] // 16
+                b_Aqk += tl.where(m_s, tl.dot(b_q * b_e, b_kt, input_precision=IP), 0.0)
+                b_A += tl.where(m_s, tl.dot(b_k * b_e, b_kt, input_precision=IP), 0.0)
+            for i_s in tl.static_range(4 if SAFE else 0, 6):
+                m_s = level_mask(1 << i_s, C)
+                b_e = tl.exp2(tl.dot(range_matrix(1 << i_s, C, GDT), b_g, input_precision=IP))
+                b_ke = (b_k * b_e).to(SDT)
+                b_Aqk += tl.where(m_s, tl.dot((b_q * b_e).to(SDT), tl.trans(b_ke), input_precision=IP), 0.0)
+                b_A += tl.where(m_s, tl.dot(b_ke, tl.trans(b_ke), input_precision=IP), 0.0)
 
-    m_low = o_t[:, None] > o_t[None, :]
-    o_cc = row * C + o_t[:, None] * C + o_t[None, :]
-    b_Aqk = tl.where(o_t[:, None] == o_t[None, :], b_diag[:, None], tl.where(m_low, b_Aqk, 0.0))
-    tl.store(a_qk + o_cc, b_Aqk.to(a_qk.dtype.element_ty), mask=m_tk)
-    b_T = unit_lower_inverse(tl.where(m_low, b_A * b_beta[:, None], 0.0), C, SDT, IP)
-    tl.store(t_inv + o_cc, b_T.to(t_inv.dtype.element_ty), mask=m_tk)
-
-
-@triton.jit(do_not_specialize=["T", "TT", "NT", "lower_bound"])
-def kda_gate_kernel(
-    g,
-    A_log,
-    dt_bias,
-    c_sum,
-    totals,
-    cu_seqlens,
-    chunk_seq,
-    chunk_base,
-    s_gb,
-    s_gt,
-    s_gh,
-    T,
-    TT,
-    NT,
-    lower_bound,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    GATE: tl.constexpr,
-    SCALAR: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-):
-    """For the backward: running sums of the log2 decay in sub-blocks of 16, c_sum [HV, B*T, K], and totals [chunks, HV, 4, K].
-
-    One program a sub-block and head, one warp: the scan stays inside it.
-    """
-    BC: tl.constexpr = 16
-    NB: tl.constexpr = C // BC
-    i_r = tl.program_id(0) % NB
-    i_h = tl.program_id(0) // NB % HV
-    i_c = tl.program_id(0) // (NB * HV)
-    i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
-    if num <= 0:
-        return
-    o_t = i_r * BC + tl.arange(0, BC)
-    m_t = o_t < num
-    row = i_h.to(tl.int64) * TT + i_b * T + t0
-    g += i_b * s_gb + t0 * s_gt + i_h * s_gh
-    a = 1.0
-    if A_log is not None:
-        a = tl.exp(tl.load(A_log + i_h))
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        b_g2 = load_decay(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t, K, BC, BK, SCALAR, GATE)
-        tl.store(c_sum + row * K + o_t[:, None] * K + o_k[None, :], tl.cumsum(b_g2, axis=0), mask=m_t[:, None])
-        tl.store(totals + ((i_c.to(tl.int64) * HV + i_h) * NB + i_r) * K + o_k, tl.sum(b_g2, axis=0))
+    if a_qk is not None:
+        m_low = o_t[:, None] > o_t[None, :]
+        o_cc = row * C + o_t[:, None] * C + o_t[None, :]
+        b_Aqk = tl.where(o_t[:, None] == o_t[None, :], b_diag[:, None], tl.where(m_low, b_Aqk, 0.0))
+        tl.store(a_qk + o_cc, b_Aqk.to(a_qk.dtype.element_ty), mask=m_tk)
+        b_T = unit_lower_inverse(tl.where(m_low, b_A * b_beta[:, None], 0.0), C, SDT, IP)
+        tl.store(t_inv + o_cc, b_T.to(t_inv.dtype.element_ty), mask=m_tk)

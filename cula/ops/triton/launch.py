@@ -59,8 +59,9 @@ def _unwrapped(run: Any, grid: tuple[int, int, int], after_stream: tuple[Any, ..
         recorder.launch = lambda *all: passed.append(all)
         stream = object()
         recorder(*grid, stream, *after_stream, *arguments)
-        before_arguments = passed[0][: len(passed[0]) - len(arguments)]
-        if not any(isinstance(x, Tensor) for x in before_arguments) and before_arguments[3] is stream:
+        before_arguments = passed[0][: len(passed[0]) - len(arguments)] if passed else ()
+        needs_scratch = any(isinstance(x, Tensor) for x in before_arguments)
+        if before_arguments[3:4] == (stream,) and not needs_scratch:
             return run.launch, before_arguments[:3], before_arguments[4:]
     return run, grid, after_stream
 

@@ -14,7 +14,14 @@ REGISTERS_OF_SM = 65536
 MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
-CASES = [(arch, modules) for table in (MODULES, TEST_KERNELS) for arch, modules in table.items() if modules]
+PARTS = 4  # of the package's own kernels, for workers to share
+CASES = [
+    pytest.param(arch, modules, (i, PARTS), id=f"{arch}-{i}")
+    for arch, modules in MODULES.items()
+    if modules
+    for i in range(PARTS)
+]
+CASES += [pytest.param(arch, modules, (0, 1), id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
 
 needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -36,11 +43,9 @@ def complaints(facts: build.Facts) -> list[str]:
 
 
 @needs_dsl
-@pytest.mark.parametrize(("arch", "modules"), CASES, ids=[f"{arch}-{modules[0]}" for arch, modules in CASES])
-def test_kernels_compile_and_fit(arch, modules):
-    built = compile_all(arch, modules)
-    assert built
-    wrong = {facts.name: found for facts in built if (found := complaints(facts))}
+@pytest.mark.parametrize(("arch", "modules", "part"), CASES)
+def test_kernels_compile_and_fit(arch, modules, part):
+    wrong = {facts.name: found for facts in compile_all(arch, modules, part) if (found := complaints(facts))}
     assert not wrong
 
 

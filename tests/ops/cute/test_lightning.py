@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and every cut's numbers on a GPU."""
+"""Lightning prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and every kernel's and cut's numbers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import cula
 from cula import reference
 from cula.contract import LightningInputs, LightningProblem, check_lightning
 from cula.dispatch import choose
-from cula.ops.cute import lightning, loader
+from cula.ops.cute import build, lightning, loader
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, LightningCall
 
@@ -114,64 +115,107 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", ["d128", "d128_half", "d64"])
-def test_every_kernel_and_cut_matches_the_recurrence(kernel, name):
-    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
-    D = 64 if kernel == "d64" else 128
-    call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=2, HV=4, K=D, V=D)
-    tensors = call.tensors("cuda")
+@pytest.fixture
+def device(monkeypatch):
+    """A Hopper GPU where there is one; otherwise the CPU, with the kernels' code interpreted."""
+    if torch.cuda.is_available():
+        if torch.cuda.get_device_capability() != (9, 0) or loader.missing("sm_90a"):
+            pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+        return torch.device("cuda")
+    if build.missing():
+        pytest.skip(build.missing())
+    from tests.support import ptx
+
+    monkeypatch.setattr(lightning, "load", ptx.load)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    return torch.device("cpu")
+
+
+def run_twice(call, kernel, per_seq, device):
+    """Outputs and last states of a call, and the same from the recurrence."""
+    tensors = call.tensors(device)
     problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
-    plan = lightning.cut(problem, kernel, CASES[name].get("per_seq", 1), NUM_SMS)
-    state = torch.full((problem.N, problem.HV, D, D), float("nan"), device="cuda")
+    plan = lightning.cut(problem, kernel, per_seq, NUM_SMS)
+    state = torch.full((problem.N, problem.HV, problem.V, problem.K), float("nan"), device=device)
     out = torch.full_like(x.v, float("nan"))
     o = lightning.run(problem, x, plan, x.initial_state, state, out=out)
-    want_o, want_state = reference.lightning(**tensors)
     assert o is out
-    assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
-    assert relative_error(state, want_state) < TOLERANCE[torch.bfloat16]
     again = lightning.run(problem, x, plan, x.initial_state, torch.empty_like(state))
     assert torch.equal(o, again), "two runs give the same bits"
+    return (o, state), reference.lightning(**tensors)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", ["d128", "d128_half", "d64"])
+def test_every_kernel_and_cut_matches_the_recurrence(device, kernel, name):
+    D = 64 if kernel == "d64" else 128
+    call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=D, V=D)
+    (o, state), (want_o, want_state) = run_twice(call, kernel, CASES[name].get("per_seq", 1), device)
+    assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
+    assert relative_error(state, want_state) < TOLERANCE[torch.bfloat16]
+
+
+def test_another_sequences_nan_stays_there(device):
+    """Last chunks read on into the next sequence; nothing of it may come through, not even times zero."""
+    call = LightningCall(dtype=torch.bfloat16, lens=(70, 40, 66), H=1, HV=1, K=128, V=128)
+    tensors = call.tensors(device)
+    want_o, want_state = reference.lightning(**tensors)
+    for name in ("q", "k", "v"):
+        tensors[name][:, 70:110] = float("nan")
+    problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
+    state = torch.empty(3, 1, 128, 128, device=device)
+    o = lightning.run(problem, x, lightning.cut(problem, "d128", 1, NUM_SMS), x.initial_state, state)
+    healthy = [*range(70), *range(110, 176)]
+    assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE[torch.bfloat16]
+    assert relative_error(state[[0, 2]], want_state[[0, 2]]) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("per_seq", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(per_seq, dtype, monkeypatch):
-    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, per_seq, dtype, monkeypatch):
     monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", per_seq, NUM_SMS))
-    call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=2, HV=4, K=128, V=128, initial_state=False)
-    t = call.tensors("cuda")
-    slots = torch.tensor([6, -1, 2, 0, 4], device="cuda")
-    fresh = torch.tensor([True, True, True, True, False], device="cuda")
-    pool = torch.randn(8, 4, 128, 128, device="cuda").to(dtype)
-    pool[[1, 3, 5, 7]] = float("nan")
+    call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=1, HV=2, K=128, V=128, initial_state=False)
+    t = call.tensors(device)
+    problem, x = check_lightning(LightningInputs(**t), output_final_state=True)
+    slots = torch.tensor([6, -1, 2, 0, 4], device=device)
+    fresh = torch.tensor([True, True, True, True, False], device=device)
+    pool = torch.randn(8, 2, 128, 128, device=device).to(dtype)
+    unlisted = [1, 3, 5, 7]
+    pool[unlisted] = float("nan")
     before = pool.clone()
-    o, state = cula.cula_lightning(
-        t["q"], t["k"], t["v"], t["decay"], cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots,
-        has_initial_state=fresh, backend="cute_sm90",
-    )  # fmt: skip
-    assert state is None
+    o = lightning.lightning_fwd_pool(problem, x, pool, slots, fresh, None)
     first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
     want_o, want_state = reference.lightning(**{**t, "initial_state": first})
     assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
     live = slots >= 0
     assert relative_error(pool[slots[live]], want_state[live]) < TOLERANCE[torch.bfloat16]
-    unlisted = [1, 3, 5, 7]
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
 
 
-@pytest.mark.gpu
-def test_a_strided_packed_projection_is_read_as_it_lies():
-    if loader.missing("sm_90a") or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
-    B, T, H, D = 2, 150, 2, 128
-    mixed = torch.randn(B, T, 3 * H * D, device="cuda", dtype=torch.bfloat16)
+def test_a_strided_packed_projection_is_read_as_it_lies(device):
+    B, T, H, D = 2, 100, 2, 128
+    mixed = torch.randn(B, T, 3 * H * D, dtype=torch.bfloat16).to(device)
     q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
-    decay = torch.tensor([0.1, 0.5], device="cuda")
-    o, _ = cula.cula_lightning(q, k, v, decay, backend="cute_sm90")
+    decay = torch.tensor([0.1, 0.5], device=device)
+    problem, x = check_lightning(LightningInputs(q, k, v, decay))
+    o = lightning.run(problem, x, lightning.cut(problem, "d128", 1, NUM_SMS), None, None)
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_the_public_call_updates_a_pool_in_place(device):
+    call = LightningCall(dtype=torch.bfloat16, lens=(300, 5, 70), H=2, HV=4, K=128, V=128, initial_state=False)
+    t = call.tensors(device)
+    slots = torch.tensor([3, -1, 0], device=device)
+    pools = [torch.randn(5, 4, 128, 128, device=device)]
+    pools += [pools[0].clone(), pools[0].clone()]
+    given = (t["q"], t["k"], t["v"], t["decay"])
+    results = [
+        cula.cula_lightning(*given, cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots, backend=backend)
+        for pool, backend in zip(pools, ("cute_sm90", "cute_sm90", "triton"))
+    ]
+    assert torch.equal(results[0][0], results[1][0]), "the second call, by its plan, gives the same bits"
+    assert torch.equal(pools[0], pools[1])
+    assert relative_error(results[0][0], results[2][0]) < TOLERANCE[torch.bfloat16]
+    assert relative_error(pools[0], pools[2]) < TOLERANCE[torch.bfloat16]

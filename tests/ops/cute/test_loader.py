@@ -66,7 +66,7 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     assert is_scale(kernel)
     assert loader.load("scale", ARCH, MODULES) is kernel
     (folder,) = (tmp_path / "cache" / "cula" / "cute").iterdir()
-    assert sorted(p.name for p in folder.iterdir()) == ["scale.json", "scale.so"]  # and no scratch files
+    assert sorted(p.name for p in folder.iterdir()) == [".scale.lock", "scale.json", "scale.so"]  # and no scratch files
     loader.load.cache_clear()  # as another process would find it
     monkeypatch.setattr(build, "build", None)
     assert is_scale(loader.load("scale", ARCH, MODULES))

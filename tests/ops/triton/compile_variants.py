@@ -18,6 +18,7 @@ from cula import contract
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
 from cula.ops.triton import decode, kda, lightning
 from tests.support.calls import KdaCall, LightningCall
+from tests.support.sass import misplaced_descriptors
 from tests.support.triton_offline import dry_run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -27,6 +28,7 @@ FULL = KdaCall(gate="bounded", norm=True, beta="sigmoid", dtype=BF16, K=128, V=1
 KDA = {
     "bf16 128": FULL,
     "bf16 128, any gate": FULL.with_(gate="softplus"),
+    "bf16 128, no groups": FULL.with_(H=2),
     "bf16 128, packed": FULL.with_(lens=(100, 0, 156)),
     "bf16 64": FULL.with_(K=64, V=64, HV=1),
     "bf16 256": FULL.with_(K=256, V=256),
@@ -64,7 +66,8 @@ def compile_all(arch: int) -> list[dict]:
             run()
         for r in compiled:
             shown = {n: getattr(r, n) for n in ("name", "registers", "spill_bytes", "shared_bytes", "fits")}
-            reports.append({"call": what, "arch": arch, **shown})
+            faults = misplaced_descriptors(r.kernel.asm["cubin"]) if arch == 90 else []
+            reports.append({"call": what, "arch": arch, "faults": faults, **shown})
 
     for name, call in wanted(KDA).items():
         options = KdaOptions(**call.switches(), output_final_state=True)
@@ -72,7 +75,9 @@ def compile_all(arch: int) -> list[dict]:
         problem = replace(problem, sm=sm, needs_grad=True)
         record(f"kda forward, {name}", lambda problem=problem, x=x: kda.kda_fwd(problem, x))
         do, dht = torch.empty_like(x.v), torch.empty_like(x.initial_state)
-        record(f"kda backward, {name}", lambda p=problem, x=x, do=do, dht=dht: kda.kda_bwd(p, x, (), do, dht))
+        with dry_run(arch):  # compiled above; its outputs are what a backward is handed
+            saved = kda.kda_fwd(problem, x).saved
+        record(f"kda backward, {name}", lambda p=problem, x=x, s=saved, do=do, dht=dht: kda.kda_bwd(p, x, s, do, dht))
     # few heads, many chunks: segments and their scan
     problem, x = contract.check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
     record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))

@@ -28,6 +28,7 @@ def test_kernels_compile_and_fit(arch):
     assert len(reports) > 20
     for r in reports:
         assert r["fits"], f"too much shared memory: {r}"
+        assert not r["faults"], f"ptxas went wrong: {r}"
         is_main = "fp32" not in r["call"] and "256" not in r["call"]
         bound = MAX_SPILL["16 bit, up to 128" if is_main else "other"]
         assert r["spill_bytes"] <= bound, f"spills more than {bound} B: {r}"

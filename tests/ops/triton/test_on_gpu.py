@@ -7,7 +7,7 @@ import torch
 import cula
 from cula import reference
 from cula.reference import relative_error
-from tests.support.calls import KdaCall, LightningCall
+from tests.support.calls import GRADIENT_TOLERANCE, KdaCall, LightningCall
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +116,35 @@ def test_more_than_2_to_the_31_elements():
     o, _ = cula.cula_lightning(q, k, v, decay, backend="triton")
     o_last, _ = cula.cula_lightning(*(x[:, :, last].contiguous() for x in (q, k, v)), decay[last], backend="triton")
     assert relative_error(o[:, :, last], o_last) < 1e-3
+
+
+WIDE_HEADS = {
+    "bounded": FULL.with_(T=150, H=2, HV=2),
+    "bounded, packed": FULL.with_(lens=(70, 0, 129, 1), H=2, HV=2),
+    "softplus, grouped heads": FULL.with_(T=150, H=1, HV=2, gate="softplus"),
+    "log decays, no norm": FULL.with_(T=150, H=1, HV=1, gate="log", norm=False, beta="plain"),
+    "strong decays": FULL.with_(T=150, H=1, HV=1, gate="log", decay=30.0),
+    "one gate a head": FULL.with_(T=150, H=1, HV=2, gate="softplus", scalar_gate=True),
+    "64": FULL.with_(T=33, H=1, HV=1, K=64, V=64),
+    "256": FULL.with_(T=100, H=1, HV=1, K=256, V=256),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_HEADS)
+def test_gradients_with_wide_heads(name):
+    """From 64 channels on, products take other instructions than in the tests that the interpreter shares."""
+    call = WIDE_HEADS[name]
+    tensors = {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in call.tensors("cuda").items()}
+    names = [n for n, t in tensors.items() if t is not None and t.requires_grad]
+    leaves = [tensors[n] for n in names]
+    want = reference.kda(**tensors, **call.switches())
+    gen = torch.Generator("cuda").manual_seed(1)
+    do, dht = (torch.randn(t.shape, generator=gen, device="cuda").to(d) for t, d in zip(want, (call.dtype, torch.float32)))
+    wanted = torch.autograd.grad(want, leaves, [do.double(), dht.double()])
+    first, second = (torch.autograd.grad(kda(tensors, call), leaves, [do, dht]) for _ in range(2))
+    for n, got, again, grad in zip(names, first, second, wanted):
+        assert torch.equal(got, again), f"d{n} differs between runs"
+        assert relative_error(got, grad) < GRADIENT_TOLERANCE[call.dtype], f"d{n}: {relative_error(got, grad):.1e}"
 
 
 GATES = {

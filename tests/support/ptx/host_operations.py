@@ -25,6 +25,8 @@ def decode(line):
         return EFFECTS[op](rest)
     if op == "call":
         return call(result, rest)
+    if op == "intr.assume":
+        return assume(rest)
     if op.startswith("intr."):
         value = intrinsic(op.removeprefix("intr."), text)
     elif op in VALUES:
@@ -217,12 +219,25 @@ def intrinsic(name, text):
     arguments = re.findall(r"%\w+", text)
     if name == "trap":
         return lambda host, env: stop("the host code trapped")
+    if name == "assume":  # a hint to the compiler
+        return lambda host, env: None
     width = re.search(r"-> i(\d+)", text) or re.search(r"i(\d+)", text.split(":", 1)[-1])
     bits = int(width[1]) if width else 64
     if name not in ("umax", "umin", "smax", "smin"):
         raise Unsupported(f"host operation: {text[:120]}")
     pick, key = (max if name.endswith("max") else min), (lambda x: signed(x, bits)) if name[0] == "s" else None
     return lambda host, env: pick((env[x] for x in arguments), key=key)
+
+
+def assume(rest):
+    """What the compiler took for granted must hold: a condition, or the alignment of a pointer."""
+    condition, pointer, align = fields(r"(%\w+)(?: \[\"align\"\((%\w+), (%\w+) :)?", rest)
+
+    def act(host, env):
+        if not env[condition] or (pointer and env[pointer] % env[align]):
+            stop(f"the host code assumes what is not so: {rest[:100]}")
+
+    return act
 
 
 def call(result, rest):

@@ -40,10 +40,10 @@ def text_folder(arch, modules=None):
     return loader.cache_folder(arch, modules or modules_of(arch)) / "text"
 
 
-def compile_all(arch, modules=None):
-    """Compile every variant that has not been yet, in one process; the facts of all of them."""
+def compile_all(arch, modules=None, part=(0, 1)):
+    """Compile every variant, or the i-th of n parts of them, in one process unless it has been; the facts of all of them."""
     modules = modules or modules_of(arch)
-    return build.build(arch, modules, text_folder(arch, modules), keep_text=True, reuse=True)
+    return build.build(arch, modules, text_folder(arch, modules), keep_text=True, reuse=True, part=part)
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def compiled(name, arch="sm_90a", modules=None):
     """The text of a variant, compiled unless it has been already."""
     folder = text_folder(arch, modules)
     if not (folder / f"{name}.so").is_file():
-        build.build(arch, modules or modules_of(arch), folder, [name], keep_text=True)
+        build.build(arch, modules or modules_of(arch), folder, [name], keep_text=True, reuse=True)
     return Compiled(name, arch, (folder / f"{name}.ptx").read_text(), (folder / f"{name}.host.mlir").read_text())
 
 

@@ -116,6 +116,7 @@ class LightningSm90:
         self.num_threads = 128 * (1 + cfg.warpgroups)
         self.channels = LANES * cfg.warpgroups  # of a block
         self.blocks_of_v = cfg.V // self.channels
+        self.stages = 2 * cfg.stages if only_ends else cfg.stages  # no q, P and O take room there
         # A launch gives every thread the same number; what it does not give cannot be asked for, and asking would hang.
         given = REGISTERS // (cfg.blocks * self.num_threads) // 8 * 8 * self.num_threads
         assert 128 * (cfg.registers[0] + cfg.warpgroups * cfg.registers[1]) <= given, f"{cfg} asks for too many registers"
@@ -148,7 +149,7 @@ class LightningSm90:
         stream,
     ):
         cfg = self.cfg
-        l_qk, l_v = tile_layout(C, cfg.K, cfg.stages), tile_layout(C, self.channels, cfg.stages)
+        l_qk, l_v = tile_layout(C, cfg.K, self.stages), tile_layout(C, self.channels, self.stages)
         l_p, l_o = tile_layout(C, C, 2 * cfg.warpgroups), tile_layout(C, LANES, 2 * cfg.warpgroups)
         tma_q, gQ = tma_load(by_head(mQ), l_qk, (C, cfg.K))
         tma_k, gK = tma_load(by_head(mK), l_qk, (C, cfg.K))
@@ -191,11 +192,11 @@ class LightningSm90:
         bytes_qk = cute.size_in_bytes(BF16, cute.slice_(l_qk, (None, None, 0)))
         bytes_v = cute.size_in_bytes(BF16, cute.slice_(l_v, (None, None, 0)))
         ring = pipeline.PipelineTmaAsync.create(
-            num_stages=cfg.stages,
+            num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * cfg.warpgroups),  # a release counts once a warp
             tx_count=(1 if self.only_ends else 2) * bytes_qk + bytes_v,
-            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * cfg.stages),
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * self.stages),
         )
         producer, _ = ring.make_participants()
 
@@ -374,11 +375,11 @@ class LightningSm90:
         accS = thr_s.make_fragment_C(thr_s.partition_shape_C((LANES, self.cfg.K)))
         bK_swapped = thr_s.make_fragment_B(thr_s.partition_B(swapped(sK)))
         load_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_o).get_slice(thread)
-        tVs = load_v.partition_S(swapped(cute.local_tile(sV, (C, LANES, self.cfg.stages), (0, lanes, 0))))
+        tVs = load_v.partition_S(swapped(cute.local_tile(sV, (C, LANES, self.stages), (0, lanes, 0))))
         like_o = thr_o.make_fragment_C(thr_o.partition_shape_C((LANES, C)))
         column = 2 * (thread % 4)
-        ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.cfg.stages)  # to be waited for next
-        behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.cfg.stages)  # to be released next
+        ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)  # to be waited for next
+        behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)  # to be released next
 
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
@@ -444,13 +445,13 @@ class LightningSm90:
         load_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_o).get_slice(thread)
         store_o = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16), mma_o).get_slice(thread)
         store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BF16), mma_p).get_slice(thread)
-        tVs = load_v.partition_S(swapped(cute.local_tile(sV, (C, LANES, self.cfg.stages), (0, lanes, 0))))
+        tVs = load_v.partition_S(swapped(cute.local_tile(sV, (C, LANES, self.stages), (0, lanes, 0))))
         tOs, tPs = store_o.partition_D(swapped(sO)), store_p.partition_D(sP)
 
         row = 16 * (thread // 32) + thread % 32 // 4  # of an accumulator's first element; see rows_and_columns
         column = 2 * (thread % 4)
-        ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.cfg.stages)  # to be waited for next
-        behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.cfg.stages)  # to be released next
+        ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)  # to be waited for next
+        behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)  # to be released next
         now = 2 * lanes  # which of all buffers of P and O this chunk has; the next one has the other of our two
 
         first, _, _ = cute.arch.block_idx()

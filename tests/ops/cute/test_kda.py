@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and its numbers.
+
+The same cases run in the interpreter of compiled kernels (here, without a GPU) and on a GPU. Outputs start as NaN, and so does
+the workspace: what a kernel reads before it was written shows.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cula import reference
+from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
+from cula.dispatch import choose
+from cula.ops.cute import build, kda, loader
+from cula.reference import relative_error
+from tests.support import ptx
+
+D, CHUNK, NUM_SMS = 128, 64, 132
+
+# |o - o64| / |o64| is 1.7e-3 from rounding o to bf16 alone. fp16 operands add little to it; with bf16 ones it is what FLA has.
+TOLERANCE = {"f16": 2.2e-3, "bf16": 8e-3}
+STATE_TOLERANCE = {"f16": 1.5e-3, "bf16": 8e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    is_packed: bool = True
+    H: int = 1
+    HV: int = 1
+    per_segment: int = 100  # chunks
+    shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
+    gate: str = "bounded"  # or "log"
+    decays: str = "random"  # of log gates: or "alternating", "zero", "fastest"
+    is_normalised: bool = True  # in the kernel
+    are_keys_alike: bool = False
+    g: torch.dtype = torch.bfloat16
+    beta: torch.dtype = torch.float32
+    has_state: bool = True
+    size: float = 1.0  # of v and the states
+
+    def __str__(self) -> str:
+        default = Case(())
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ",".join(f"{k}={v}" for k, v in given.items() if v != getattr(default, k)).replace("torch.", "")
+
+
+CASES = [
+    Case((70, 5, 64), HV=2),
+    Case((1, 15, 16, 17, 0, 63, 65), shift=-4.0),
+    Case((300,), per_segment=2, is_packed=False, H=2, HV=2),
+    Case((300, 130), per_segment=1, shift=-6.0),
+    Case((260,), per_segment=1, shift=-8.0, are_keys_alike=True),
+    Case((330, 0, 1), per_segment=2, shift=-8.0, has_state=False),
+    Case((100, 100), per_segment=1, shift=-8.0, is_packed=False, HV=2, beta=torch.bfloat16),
+    Case((200,), per_segment=1, gate="log", decays="alternating", g=torch.float32),
+    Case((130,), per_segment=1, gate="log", decays="zero", g=torch.float32),
+    Case((130,), per_segment=1, gate="log", decays="fastest", g=torch.float32),
+    Case((200,), per_segment=2, shift=-8.0, size=1e6),
+    Case((200,), per_segment=2, shift=-8.0, size=1e-7),
+    Case((200, 40), per_segment=2, shift=-8.0, is_normalised=False, HV=2),
+    Case((130,), per_segment=1, is_normalised=False, gate="log", g=torch.float32, beta=torch.bfloat16),
+]
+
+
+def make(case: Case, device: str) -> tuple[KdaProblem, KdaInputs]:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    B, T = (1, sum(case.lengths)) if case.is_packed else (len(case.lengths), case.lengths[0])
+    q, k, v, g = normal(B, T, case.H, D), normal(B, T, case.H, D), normal(B, T, case.HV, D), normal(B, T, case.HV, D)
+    beta = normal(B, T, case.HV)
+    if case.are_keys_alike:
+        beta += 6.0
+        for t in range(1, T):
+            k[:, t] = 0.9 * k[:, t - 1] + 0.3 * k[:, t]
+    if not case.is_normalised:
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    A_log = dt_bias = None
+    if case.gate == "bounded":
+        A_log, dt_bias = 0.1 * normal(case.HV), 0.1 * normal(case.HV, D) + case.shift
+    elif case.decays == "random":
+        g = -5.0 * torch.sigmoid(g + case.shift)
+    else:
+        odd = (torch.arange(T)[:, None, None] + torch.arange(D)) % 2 == 1
+        g = {"alternating": -5.0 * odd, "zero": 0.0 * odd, "fastest": -5.0 + 0.0 * odd}[case.decays].expand_as(g)
+    h0 = 0.5 * case.size * normal(len(case.lengths), case.HV, D, D) if case.has_state else None
+    offsets = torch.tensor([0, *case.lengths]).cumsum(0).int() if case.is_packed else None
+    x = KdaInputs(
+        q.bfloat16(), k.bfloat16(), (case.size * v).bfloat16(), g.to(case.g), beta.to(case.beta), A_log, dt_bias, h0, offsets
+    )
+    options = KdaOptions(
+        lower_bound=-5.0 if case.gate == "bounded" else None,
+        use_gate_in_kernel=case.gate == "bounded",
+        use_qk_l2norm_in_kernel=case.is_normalised,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=True,
+        output_final_state=True,
+    )
+    return check_kda(KdaInputs(*(None if t is None else t.to(device) for t in x)), options)
+
+
+def cut_of(case: Case, p: KdaProblem) -> kda.Cut:
+    """The cut with the case's segments."""
+    chunks = kda.cut(p, NUM_SMS).chunks
+    if case.is_packed:
+        segments = p.T // (CHUNK * case.per_segment) + p.N
+    else:
+        segments = p.B * -(-p.T // (CHUNK * case.per_segment))
+    return kda.Cut(chunks, segments, case.per_segment, segments > p.N)
+
+
+def errors(case: Case, device: str) -> tuple[float, float]:
+    p, x = make(case, device)
+    o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
+    ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
+    kda.run(p, x, cut_of(case, p), ht, o)
+    want_o, want_ht = reference.kda(
+        *x[:5],
+        initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens,
+        A_log=x.A_log,
+        dt_bias=x.dt_bias,
+        lower_bound=p.options.lower_bound,
+        use_gate_in_kernel=p.options.use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=p.options.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    return relative_error(o, want_o), relative_error(ht, want_ht)
+
+
+def check(case: Case, device: str) -> None:
+    dtype = "f16" if case.is_normalised else "bf16"
+    of_o, of_state = errors(case, device)
+    assert of_o < TOLERANCE[dtype]
+    assert of_state < STATE_TOLERANCE[dtype]
+
+
+# In the interpreter
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`kda.run` on CPU tensors, its kernels in the interpreter; a function that breaks them, if given, and the order of work."""
+    if build.missing() is not None:
+        pytest.skip(str(build.missing()))
+
+    def use(order="late", edit=None):
+        def load(name, arch):
+            code = ptx.compiled(name, arch)
+            code = code if edit is None else code.edited(ptx=edit)
+            return lambda *arguments: ptx.simulate(code, *arguments[:-1], order=order)  # without the stream
+
+        monkeypatch.setattr(kda, "load", load)
+
+    def empty(*shape, **kwargs):
+        made = full(*shape, **kwargs)
+        return made.fill_(0xFF) if made.dtype == torch.uint8 else made
+
+    full = torch.empty
+    monkeypatch.setattr(kda, "stream_of", lambda device: 0)
+    monkeypatch.setattr(torch, "empty", empty)  # NaN in any of the types that the workspace is read as
+    use()
+    return use
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_interpreted(interpreted, case):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("order", ["early", "first", "last"])
+def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
+    interpreted(order)
+    check(Case((150,), per_segment=1, shift=-8.0), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("order", "edit"),
+    [
+        ("late", lambda text: text.replace("wgmma.wait_group.sync.aligned \t1;", "", 1)),
+        ("late", lambda text: re.sub(r"(wgmma\.mma_async[^;]*, )1;", r"\g<1>0;", text, count=40)),
+        ("late", lambda text: text.replace("0fC1C00000", "0f3F800000")),  # -24 -> 1
+        ("first", lambda text: text.replace("bar.sync \t0;", "", 4)),
+    ],
+    ids=["a wait dropped", "an operand's major flipped", "all is forgotten", "barriers dropped"],
+)
+def test_broken_kernels_are_noticed(interpreted, order, edit):
+    interpreted(order, edit)
+    case = Case((150,), per_segment=1, shift=-8.0, are_keys_alike=True)
+    try:
+        of_o, of_state = errors(case, "cpu")
+    except ptx.SimulationError:
+        return
+    assert not (of_o < TOLERANCE["f16"] and of_state < STATE_TOLERANCE["f16"])
+
+
+# On a GPU
+
+
+@pytest.fixture
+def hopper():
+    problem, _ = make(CASES[0], "cuda")
+    choice = choose("kda_fwd", problem)
+    if choice.name != "cute_sm90":
+        pytest.skip(str(choice))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(hopper, case):
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0.0, -8.0])
+def test_long_and_repeatable(hopper, shift):
+    """Two runs give the same bits, cut or not; whole sequences and segments the same numbers."""
+    p, x = make(Case((20000,), is_packed=False, H=2, HV=4, shift=shift), "cuda")
+    whole = kda.run(p, x, kda.Cut(313, 1, 313, False))
+    cut = kda.cut(p, NUM_SMS)
+    assert cut.has_maps
+    first = kda.run(p, x, cut)
+    assert torch.equal(first, kda.run(p, x, cut))
+    assert relative_error(first, whole.double()) < TOLERANCE["f16"]
+
+
+# Dispatch and cuts
+
+HOPPER = KdaProblem(
+    device="cuda",
+    sm=(9, 0),
+    dtype=torch.bfloat16,
+    g_dtype=torch.bfloat16,
+    beta_dtype=torch.float32,
+    B=1,
+    T=8192,
+    N=1,
+    H=16,
+    HV=16,
+    K=D,
+    V=D,
+    is_packed=False,
+    has_scalar_gate=False,
+    has_initial_state=True,
+    needs_grad=False,
+    scale=1.0,
+    options=KdaOptions(use_gate_in_kernel=True, lower_bound=-5.0, safe_gate=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"needs_grad": True}, None),
+        ({"options": KdaOptions(safe_gate=True)}, None),
+        ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
+        ({"K": 64}, "takes K = V = 128, and this call has K = 64"),
+        ({"has_scalar_gate": True}, "takes a gate a channel"),
+        ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
+        ({"options": KdaOptions(use_gate_in_kernel=True)}, "needs decays of -5 or more a token"),
+        ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),
+        ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, "intermediate states"),
+        ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, "keeps nothing for the backward"),
+        ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
+        ({"T": 0}, "at least one token"),
+    ],
+    ids=str,
+)
+def test_what_the_backend_takes(monkeypatch, change, reason):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    choice = choose("kda_fwd", dataclasses.replace(HOPPER, **change))
+    if reason is None:
+        assert choice.name == "cute_sm90"
+    else:
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])
+@pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
+    shape = {"B": 1, "T": T * N} if is_packed else {"B": N, "T": T}
+    cut = kda.cut(dataclasses.replace(HOPPER, **shape, N=N, H=HV, HV=HV, is_packed=is_packed), NUM_SMS)
+    chunks = -(-T // CHUNK)
+    per_sequence = -(-chunks // cut.per_segment)
+    assert cut.chunks >= N * chunks
+    assert cut.segments >= N * per_sequence
+    assert cut.has_maps or per_sequence == 1
+    # at most one segment more than there are multiprocessors for, packed or not
+    assert cut.segments * HV <= max(NUM_SMS + N * HV, N * HV)
+
+
+def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():
+    problem = dataclasses.replace(HOPPER, B=1, T=6400, N=64, is_packed=True)
+    cut = kda.cut(problem, NUM_SMS)
+    assert not cut.has_maps
+    assert cut.per_segment * CHUNK >= problem.T
