@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA on the CuTe kernels: which variant, how sequences are cut, and the launch.
+"""KDA on the CuTe kernels of Hopper and Blackwell: which variant, how sequences are cut, and the launch.
 
-`common/kda_prepare.py` and `sm90/kda_state.py` say what the kernels compute. Forward only: the gradient is another backend's.
+`common/kda_prepare.py` and the architecture's `kda_state.py` say what the kernels compute. Forward only: the gradient is another
+backend's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cula.ops import KdaForward
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
 
-ARCH = "sm_90a"
+ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}  # by compute capability
 CHUNK, K, V = 64, 128, 128
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
@@ -85,7 +86,7 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
     if options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if options.allow_neg_eigval else 1.0
     no_A_log, no_bias = _no_gate(device, p.HV)
-    load(variant(p), ARCH)(
+    load(variant(p), ARCH_OF[p.sm])(
         as_tokens(x.q),
         as_tokens(x.k),
         as_tokens(x.v),
