@@ -141,23 +141,36 @@ CUTE_LIGHTNING_HEAD_DIMS = (64, 128)
 def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
     if op not in ("kda_fwd", "lightning_fwd"):
         return f"has no kernel for {op}"
-    if problem.sm != (9, 0):
+    reason = _cute_why_not(problem, ((9, 0),))
+    if reason is None and isinstance(problem, KdaProblem):
+        reason = _cute_why_not_kda(problem)
+    elif reason is None and (problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS):
+        reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    return reason or loader.missing("sm_90a")
+
+
+def _cute_sm100_why_not(op: str, problem: Problem) -> str | None:
+    if op != "kda_fwd" or not isinstance(problem, KdaProblem):
+        return f"has no kernel for {op}"
+    from cula.ops.cute import first_use, kda  # with the kernels' host side, which most machines have no use for
+
+    reason = _cute_why_not(problem, ((10, 0), (10, 3))) or _cute_why_not_kda(problem)
+    return reason or loader.missing(kda.ARCH_OF[problem.sm]) or first_use.objection(problem)
+
+
+def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | None:
+    """What no CuTe prefill kernel for these compute capabilities takes."""
+    if problem.sm not in sms:
         where = f"the tensors are on {problem.device}" if problem.sm is None else f"this GPU has {problem.sm[0]}.{problem.sm[1]}"
-        return f"needs compute capability 9.0, and {where}"
+        return f"needs compute capability {' or '.join(f'{major}.{minor}' for major, minor in sms)}, and {where}"
     if problem.dtype != torch.bfloat16:
         return f"takes bfloat16, and this call has {_word(problem.dtype)}"
     if not problem.T or not problem.N:
         return "takes at least one token"
-    if isinstance(problem, KdaProblem):
-        reason = _cute_sm90_why_not_kda(problem)
-    elif problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS:
-        reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
-    else:
-        reason = None
-    return reason or loader.missing("sm_90a")
+    return None
 
 
-def _cute_sm90_why_not_kda(p: KdaProblem) -> str | None:
+def _cute_why_not_kda(p: KdaProblem) -> str | None:
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
     if p.has_scalar_gate:
@@ -185,6 +198,15 @@ BACKENDS: tuple[Backend, ...] = (
         "cula.ops.cute",
         "hand-tuned kernels for Hopper, CuTe DSL",
         _cute_sm90_why_not,
+        device="cuda",
+        requires=("tvm_ffi",),
+        install="pip install 'cuda-linear-attention[cute]'",
+    ),
+    Backend(
+        "cute_sm100",
+        "cula.ops.cute",
+        "KDA prefill for Blackwell, CuTe DSL; never run on hardware: checks itself at first use",
+        _cute_sm100_why_not,
         device="cuda",
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",

@@ -5,6 +5,7 @@
 |--------------------|------------|---------------------------------------------------------------------------------------|
 | `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
 | `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
+| `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
 | `CUTE_DSL_RUNTIME` |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
 | `TRITON_INTERPRET` | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
 | `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
@@ -37,6 +38,11 @@ def kernel_dir() -> Path | None:
     """The folder of kernels compiled ahead of time that `CULA_KERNEL_DIR` names."""
     named = os.environ.get("CULA_KERNEL_DIR")
     return Path(named) if named else None
+
+
+def self_check() -> bool:
+    """Whether kernels that have never run on hardware are compared with the torch backend at their first use on a machine."""
+    return os.environ.get("CULA_SELF_CHECK", "1") != "0"
 
 
 def cute_runtime() -> Path | None:

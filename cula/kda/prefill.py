@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
@@ -47,10 +45,7 @@ def kda_prefill_hopper(
         RuntimeError: the device is no SM90.
         NotImplementedError: the kernels do not serve this call, with the reason; `cula.cula_kda` finds one that does.
     """
-    who = "kda_prefill_hopper"
     assert_hopper(q.device)
-    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{who}: cu_seqlens is {cu_seqlens.dtype}; expected int32")
     options = KdaOptions(
         scale=scale,
         lower_bound=lower_bound,
@@ -61,14 +56,67 @@ def kda_prefill_hopper(
         allow_neg_eigval=allow_neg_eigval,
         output_final_state=output_final_state,
     )
-    with torch.no_grad():
-        problem, x = contract.check_kda(KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), options, who)
-        contract.check_out(out, v, problem, who)
-        result = operators.kda(problem, x, "cute_sm90", out)
-    return result.o, result.final_state
+    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    return _prefill("kda_prefill_hopper", "cute_sm90", x, options, out)
 
 
-def kda_prefill_blackwell(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> NoReturn:
-    """The fused Blackwell prefill. RuntimeError off SM100/SM103; not in this release: `chunk_kda` runs there."""
+def kda_prefill_blackwell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The Blackwell prefill: bfloat16, K = V = 128, decays of -5 or more a token, forward only. **Never run on hardware.**
+
+    Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
+    compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.
+
+    Args:
+        q, k, v, g, beta, scale, ...: as in `cula.cula_kda`; states are `[N, HV, V, K]` float32, and cu_seqlens is int32.
+        out: a `[B, T, HV, V]` tensor for the result.
+
+    Returns:
+        `(o, final_state)`; final_state is None unless `output_final_state`.
+
+    Raises:
+        RuntimeError: the device is neither SM100 nor SM103.
+        NotImplementedError: the kernels do not serve this call, with the reason; `cula.cula_kda` finds one that does.
+    """
     assert_blackwell(q.device)
-    raise NotImplementedError("kda_prefill_blackwell: this release has no fused Blackwell kernel; use cula.cula_kda or chunk_kda")
+    options = KdaOptions(
+        scale=scale,
+        lower_bound=lower_bound,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        output_final_state=output_final_state,
+    )
+    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    return _prefill("kda_prefill_blackwell", "cute_sm100", x, options, out)
+
+
+def _prefill(who: str, backend: str, x: KdaInputs, options: KdaOptions, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
+    with torch.no_grad():
+        problem, x = contract.check_kda(x, options, who)
+        contract.check_out(out, x.v, problem, who)
+        result = operators.kda(problem, x, backend, out)
+    return result.o, result.final_state

@@ -74,6 +74,7 @@ class Facts:
     instructions: dict[str, int]  # by the names of INSTRUCTIONS; those that are there
     uses: tuple[str, ...]  # what the variant declares
     seconds: float
+    tmem_columns: int = 0  # of tensor memory, the most that a kernel allocates
 
     @property
     def registers(self) -> int:
@@ -253,6 +254,7 @@ def gather(variant: Variant, arch: str, ptx: str, cubin: bytes, host: str, secon
         instructions={name: n for name, pattern in INSTRUCTIONS.items() if (n := len(re.findall(pattern, ptx)))},
         uses=variant.uses,
         seconds=round(seconds, 2),
+        tmem_columns=tensor_memory(ptx),
     )
 
 
@@ -265,6 +267,20 @@ def block_sizes(ptx: str) -> dict[str, int]:
             raise RuntimeError(f"the PTX of {name} does not say how large a block is")
         found[name] = functools.reduce(lambda x, y: x * int(y), sizes[1].split(","), 1)
     return found
+
+
+def tensor_memory(ptx: str) -> int:
+    """Columns of tensor memory that the kernel which takes most of it allocates."""
+    most = 0
+    for kernel in re.split(r"\.entry\s", ptx)[1:]:
+        total = 0
+        for alloc in re.finditer(r"tcgen05\.alloc[^;]*, (\S+);", kernel):
+            count = alloc[1]
+            if not count.isdigit():  # a register: what was last put there
+                count = re.findall(rf"mov\.b32\s+{count}, (\d+);", kernel[: alloc.start()])[-1]
+            total += int(count)
+        most = max(most, total)
+    return most
 
 
 # Attributes of a cubin's .nv.info section, each a record of a symbol's number and a value.

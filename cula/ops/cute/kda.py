@@ -46,14 +46,20 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.75 * math.sqrt(mean))))))
-    per_segment = -(-mean // wanted)
+    if wanted == 1 and p.is_packed:
+        return cut_into(p, -(-p.T // CHUNK) + 1)  # longer than any sequence
+    return cut_into(p, -(-mean // wanted))
+
+
+def cut_into(problem: KdaProblem, per_segment: int) -> Cut:
+    """Segments of so many chunks."""
+    p = problem
     if p.is_packed:
-        longest = -(-p.T // CHUNK)
-        chunks = p.T // CHUNK + p.N
-        if wanted == 1:
-            return Cut(chunks, p.N, longest + 1, False)  # longer than any sequence
-        return Cut(chunks, p.T // (CHUNK * per_segment) + p.N, per_segment, True)
-    return Cut(p.B * mean, p.B * -(-mean // per_segment), per_segment, wanted > 1)
+        chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
+    else:
+        chunks_of_one = -(-p.T // CHUNK)
+        chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
+    return Cut(chunks, segments, per_segment, segments > p.N)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ the workspace: what a kernel reads before it was written shows.
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from cula import reference
 from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.dispatch import choose
-from cula.ops.cute import build, kda, loader
+from cula.ops.cute import build, first_use, kda, loader
 from cula.reference import relative_error
 from tests.support import ptx
 
@@ -109,21 +110,11 @@ def make(case: Case, device: str, sm: tuple[int, int] | None = None) -> tuple[Kd
     return dataclasses.replace(p, sm=p.sm or sm), x
 
 
-def cut_of(case: Case, p: KdaProblem) -> kda.Cut:
-    """The cut with the case's segments."""
-    chunks = kda.cut(p, NUM_SMS).chunks
-    if case.is_packed:
-        segments = p.T // (CHUNK * case.per_segment) + p.N
-    else:
-        segments = p.B * -(-p.T // (CHUNK * case.per_segment))
-    return kda.Cut(chunks, segments, case.per_segment, segments > p.N)
-
-
 def errors(case: Case, device: str, sm: tuple[int, int] | None = None) -> tuple[float, float]:
     p, x = make(case, device, sm)
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
     ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
-    kda.run(p, x, cut_of(case, p), ht, o)
+    kda.run(p, x, kda.cut_into(p, case.per_segment), ht, o)
     want_o, want_ht = reference.kda(
         *x[:5],
         initial_state=x.initial_state,
@@ -205,9 +196,9 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
     assert not is_right(HOPPER_SM)
 
 
-def is_right(sm: tuple[int, int]) -> bool:
-    """Whether a case with cold segments and a state that lasts comes out right."""
-    case = Case((150,), per_segment=1, shift=-8.0, are_keys_alike=True)
+def is_right(sm: tuple[int, int], per_segment: int = 1) -> bool:
+    """Whether a case with a state that lasts comes out right, in cold segments or whole."""
+    case = Case((150,), per_segment=per_segment, shift=-8.0, are_keys_alike=True)
     try:
         of_o, of_state = errors(case, "cpu", sm)
     except ptx.SimulationError:
@@ -215,26 +206,83 @@ def is_right(sm: tuple[int, int]) -> bool:
     return of_o < TOLERANCE["f16"] and of_state < STATE_TOLERANCE["f16"]
 
 
+# The state kernel of Blackwell, broken on purpose. Its PTX has prepare, maps and walk in this order.
+
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 (\S+), [^;]*;"
+NO_WAIT = r"setp.eq.b32 \1, 0, 0;"
+
+
+def replace(pattern: str, by: str | Callable[[re.Match], str], *places: int):
+    """All matches, or those at some places."""
+
+    def edit(text: str) -> str:
+        matches = list(re.finditer(pattern, text))
+        for m in reversed([matches[i] for i in places] if places else matches):
+            text = text[: m.start()] + (by(m) if callable(by) else m.expand(by)) + text[m.end() :]
+        return text
+
+    return edit
+
+
+def flipped(bit: int, *places: int):
+    """A bit of tcgen05 instruction descriptors."""
+
+    def edit(text: str) -> str:
+        matches = list(re.finditer(r"mov\.b32 \t%r\d+, (\d+);\n\ttcgen05\.mma", text))
+        for m in reversed([matches[i] for i in places] if places else matches):
+            text = text[: m.start(1)] + str(int(m[1]) ^ 1 << bit) + text[m.end(1) :]
+        return text
+
+    return edit
+
+
+BROKEN = {
+    "B's major in the descriptor of a product": flipped(16, -4),
+    "the swizzle in descriptors": replace(r"\b461\d{16};", lambda m: f"{int(m[0][:-1]) ^ 6 << 61};"),
+    "no wait for R": replace(WAIT, NO_WAIT, -5),
+    "no wait for o": replace(WAIT, NO_WAIT, -2),
+    "no wait for the chunk": replace(WAIT, NO_WAIT, -14, -8),
+    "no wait for stores to tensor memory": replace(r"tcgen05\.wait::st\.sync\.aligned;", "", -1),
+    "no commit of the state": replace(r"tcgen05\.commit[^;]*;", "", -3),
+    "another warp's lanes": replace(r"(and\.b32 \t%r\d+, %r\d+), 6291456;", r"\1, 0;"),
+    "a window one column on": replace(r"(tcgen05\.ld[^;]*)\];", r"\1+1];", -1),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_blackwell_kernels_are_noticed(interpreted, what):
+    interpreted("late", BROKEN[what])
+    assert not is_right(BLACKWELL_SM, per_segment=100)
+
+
+def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeypatch):
+    error = lambda: first_use.worst_error("kda_f16_gate_bf16_beta_f32", torch.device("cpu"), BLACKWELL_SM)
+    assert error() < 2.2e-3
+    monkeypatch.setattr(first_use, "CALLS", first_use.CALLS[:1])
+    interpreted(edit=BROKEN["a window one column on"])
+    assert not error() < first_use.LIMIT
+
+
 # On a GPU
 
 
 @pytest.fixture
-def hopper():
+def kernels():
     problem, _ = make(CASES[0], "cuda")
     choice = choose("kda_fwd", problem)
-    if choice.name != "cute_sm90":
+    if choice.name not in ("cute_sm90", "cute_sm100"):
         pytest.skip(str(choice))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_a_gpu(hopper, case):
+def test_on_a_gpu(kernels, case):
     check(case, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0.0, -8.0])
-def test_long_and_repeatable(hopper, shift):
+def test_long_and_repeatable(kernels, shift):
     """Two runs give the same bits, cut or not; whole sequences and segments the same numbers."""
     p, x = make(Case((20000,), is_packed=False, H=2, HV=4, shift=shift), "cuda")
     whole = kda.run(p, x, kda.Cut(313, 1, 313, False))
@@ -296,6 +344,28 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
     else:
         assert choice.name == "triton"
         assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+@pytest.mark.parametrize("sm", [(10, 0), (10, 3)])
+def test_blackwell_takes_what_hopper_does(monkeypatch, sm):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    blackwell = dataclasses.replace(HOPPER, sm=sm)
+    choice = choose("kda_fwd", blackwell)
+    assert choice.name == "cute_sm100"
+    assert "never run on hardware" in choice.backend.summary
+    for change, reason in (
+        ({"dtype": torch.float16}, "takes bfloat16"),
+        ({"K": 64}, "takes K = V = 128"),
+        ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
+        ({"sm": (12, 0)}, "needs compute capability 10.0 or 10.3, and this GPU has 12.0"),
+    ):
+        choice = choose("kda_fwd", dataclasses.replace(blackwell, **change))
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm100"]
+    assert dict(choose("kda_bwd", blackwell).passed_over)["cute_sm100"] == "has no kernel for kda_bwd"
+    monkeypatch.setattr(loader, "missing", lambda arch: f"no kernels for {arch}")
+    arch = {(10, 0): "sm_100a", (10, 3): "sm_103a"}[sm]
+    assert dict(choose("kda_fwd", blackwell).passed_over)["cute_sm100"] == f"no kernels for {arch}"
 
 
 @pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])

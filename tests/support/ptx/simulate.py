@@ -40,10 +40,10 @@ def text_folder(arch, modules=None):
     return loader.cache_folder(arch, modules or modules_of(arch)) / "text"
 
 
-def compile_all(arch, modules=None, part=(0, 1)):
-    """Compile every variant, or the i-th of n parts of them, in one process unless it has been; the facts of all of them."""
+def compile_all(arch, modules=None, part=(0, 1), names=None):
+    """Compile every variant (or those named), or the i-th of n parts, in one process unless it has been; the facts of all."""
     modules = modules or modules_of(arch)
-    return build.build(arch, modules, text_folder(arch, modules), keep_text=True, reuse=True, part=part)
+    return build.build(arch, modules, text_folder(arch, modules), names, keep_text=True, reuse=True, part=part)
 
 
 @functools.cache

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that never ran on hardware are compared with torch where they first meet it; here with made-up GPUs and figures.
+
+That the comparison itself tells right from wrong is tested with the kernels, in test_kda.py.
+"""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from cula.dispatch import choose
+from cula.ops.cute import first_use, kda, loader
+from tests.ops.cute.test_kda import HOPPER
+
+BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
+NAME = "kda_bf16_gate_bf16_beta_f32"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A Blackwell, and a function that says what the comparison would find on it. Returns the list of those made."""
+    made = []
+
+    def finds(**found):
+        for cached in (first_use._objection, first_use._warn, first_use._gpu_with):
+            cached.cache_clear()
+
+        def measure(name, arch, gpu):
+            made.append((name, arch, gpu))
+            return found
+
+        monkeypatch.setattr(first_use, "_measure", measure)
+        return made
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: ((9, 0), (10, 0))[i])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i=0: ("NVIDIA H200", "NVIDIA B200")[i])
+    yield finds
+    finds()
+
+
+def test_a_kernel_that_agrees_is_used_and_says_once_that_it_is_new(gpu):
+    made = gpu(error=1.8e-3)
+    with pytest.warns(UserWarning, match=r"sm_100a kernels.*never run on hardware, but agree .* on this NVIDIA B200"):
+        assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
+    assert made == [(NAME, "sm_100a", 1)]
+
+
+@pytest.mark.parametrize("error", [3e-2, float("nan"), float("inf")])
+def test_one_that_is_off_is_not_used_and_the_figure_is_said(gpu, error):
+    gpu(error=error)
+    choice = choose("kda_fwd", BLACKWELL)
+    assert choice.name == "triton"
+    sentence = f"on this GPU {NAME} differs from the torch backend by {error:.1e} (limit 1e-02)"
+    assert dict(choice.passed_over)["cute_sm100"] == sentence
+
+
+def test_a_machine_compares_once(gpu):
+    made = gpu(error=3e-2)
+    choose("kda_fwd", BLACKWELL)
+    gpu(error=0.0)  # as a new process would, were it asked
+    assert choose("kda_fwd", BLACKWELL).name == "triton"
+    assert len(made) == 1
+    with pytest.warns(UserWarning, match="never run on hardware"):
+        assert choose("kda_fwd", dataclasses.replace(BLACKWELL, beta_dtype=torch.bfloat16)).name == "cute_sm100", "another kernel"
+    assert len(made) == 2
+
+
+def test_a_failure_is_said_and_not_kept(gpu):
+    gpu(failure="CUDA error: an illegal memory access was encountered")
+    reason = dict(choose("kda_fwd", BLACKWELL).passed_over)["cute_sm100"]
+    assert reason == "its first run on this GPU failed: CUDA error: an illegal memory access was encountered"
+    gpu(error=1e-3)
+    with pytest.warns(UserWarning, match="never run on hardware"):
+        assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
+
+
+def test_it_can_be_switched_off(gpu, monkeypatch):
+    made = gpu(error=1.0)
+    monkeypatch.setenv("CULA_SELF_CHECK", "0")
+    with pytest.warns(UserWarning, match="never run on hardware, and CULA_SELF_CHECK=0 leaves out comparing"):
+        assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
+    assert not made
+
+
+def test_hardware_with_recorded_runs_is_not_compared(gpu):
+    made = gpu(error=1.0)
+    assert choose("kda_fwd", HOPPER).name == "cute_sm90"
+    assert first_use.objection(HOPPER) is None
+    assert not made
+
+
+def test_a_call_that_is_only_described_is_not_compared(gpu):
+    made = gpu(error=1.0)
+    assert choose("kda_fwd", dataclasses.replace(BLACKWELL, sm=(10, 3))).name == "cute_sm100", "no such GPU here"
+    assert not made
+
+
+def test_the_process_that_cannot_run_is_a_failure(monkeypatch):
+    monkeypatch.setattr(loader, "locate", lambda *arguments: None)
+    found = first_use._measure("no_such_kernel", "sm_100a", 99)
+    assert list(found) == ["failure"]
+    assert found["failure"]
+
+
+def test_a_name_says_what_calls_a_kernel_takes():
+    flags = first_use.Flags.of("kda_f16_log_f32_beta_bf16")
+    assert flags == (True, False, torch.float32, torch.bfloat16)
+    p, _ = first_use.make(first_use.CALLS[0], flags, torch.device("cpu"), (10, 0))
+    assert kda.variant(p) == "kda_f16_log_f32_beta_bf16"
