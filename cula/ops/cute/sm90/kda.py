@@ -88,7 +88,7 @@ def kda_host(
     part = lambda t, at: cute.make_ptr(t, base + at, cute.AddressSpace.gmem, assumed_align=128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(cutlass.Int64(64), 1))
+    square = cute.make_layout((records * 64, 64), stride=(64, 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
     mP = cute.make_tensor(part(dtype, at), square)
