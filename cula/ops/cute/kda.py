@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on the CuTe kernels: which variant, how sequences are cut, and the launch.
 
-`sm90/kda_prepare.py` and `sm90/kda_state.py` say what the kernels compute. Forward only: the gradient is another backend's.
+`common/kda_prepare.py` and `sm90/kda_state.py` say what the kernels compute. Forward only: the gradient is another backend's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
 
 ARCH = "sm_90a"
 CHUNK, K, V = 64, 128, 128
-CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see sm90/kda.py
+CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class Cut(NamedTuple):
-    """How many numbers chunks and segments take (`sm90/kda_cut.py`)."""
+    """How many numbers chunks and segments take (`common/kda_cut.py`)."""
 
     chunks: int
     segments: int

@@ -1,156 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA forward on Hopper: one host function that launches `kda_prepare`, where there are segments their maps, and `kda_state`.
-
-bf16 q, k, v, o with K = V = 128. Between the kernels there is one workspace, cut here.
-"""
+"""KDA forward on Hopper: `common/kda.py` with the state kernel of `kda_state.py`, and its maps first where there are segments."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import warp
-from cutlass.cute.runtime import make_fake_stream
 
-from cula.ops.cute.common.tiles import (
-    BF16,
-    F16,
-    F32,
-    I32,
-    K_MAJOR,
-    MN_MAJOR,
-    by_head,
-    fake_compact,
-    fake_strided,
-    fake_vector,
-    tile_layout,
-    tma_load,
-    tma_store,
-    wgmma,
-)
+from cula.ops.cute.common.kda import arguments, kda_host, kinds
+from cula.ops.cute.common.kda_prepare import VEC
+from cula.ops.cute.common.tiles import K_MAJOR, MN_MAJOR, by_head, tile_layout, tma_load, tma_store, wgmma
 from cula.ops.cute.variants import Variant
 
-from .kda_prepare import VEC, Kind, prepare_kernel
 from .kda_state import STAGES, state_kernel
-
-TILE, SQUARE, STATE = 64 * 128, 64 * 64, 128 * 128
-
-
-def tokens_first(t: Any) -> Any:
-    """[B, T, ...] -> [B T, ...]."""
-    shape, stride = t.layout.shape, t.layout.stride
-    return cute.make_tensor(t.iterator, cute.make_layout((shape[0] * shape[1], *shape[2:]), stride=(stride[1], *stride[2:])))
 
 
 @cute.jit
-def kda_host(
-    mQ: cute.Tensor,
-    mK: cute.Tensor,
-    mV: cute.Tensor,
-    mG: cute.Tensor,
-    mBeta: cute.Tensor,
-    mA: cute.Tensor,
-    mBias: cute.Tensor,
-    mO: cute.Tensor,
-    mH0: cute.Tensor,
-    mHt: cute.Tensor,
+def launch_state(
+    work: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,
+    states: cutlass.Constexpr,
     mCu: cute.Tensor,
-    mWork: cute.Tensor,
-    scale: F32,
-    lower: F32,
-    beta_top: F32,
-    has_h0: I32,
-    has_ht: I32,
-    length: I32,
-    steps: I32,
-    chunks: I32,
-    segments: I32,
-    per_segment: I32,
-    has_maps: I32,
+    sizes: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
     stream,
-    kind: cutlass.Constexpr,
 ):
-    """q, k [B, T, H, 128], v, g, o [B, T, HV, 128], beta [B, T, HV], of which B and T flatten into one; states [N, HV, dv, dk].
-
-    `chunks` and `segments` are how many numbers there are (`kda_cut`), `length` is that of every sequence or 0 (then `mCu` has
-    them), `beta_top` is 0 for a beta that is activated already.
-    """
-    dtype = kind.dtype
-    mQ, mK, mV, mG, mBeta, mO = [tokens_first(t) for t in (mQ, mK, mV, mG, mBeta, mO)]
-    HV = mV.shape[1]
-    records = chunks * HV
-    maps = segments * HV
-    records64, maps64 = cutlass.Int64(records), cutlass.Int64(maps)
-    base = mWork.iterator.toint()
-    part = lambda t, at: cute.make_ptr(t, base + at, cute.AddressSpace.gmem, assumed_align=128)
-    tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
-    at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(64, 1))
-    mT = cute.make_tensor(part(dtype, at), square)
-    at += records64 * (SQUARE * 2)
-    mP = cute.make_tensor(part(dtype, at), square)
-    at += records64 * (SQUARE * 2)
-    mVec = cute.make_tensor(part(F32, at), cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1)))
-    all_vecs = cute.make_tensor(part(F32, at), cute.make_layout((records, VEC), stride=(VEC, 1)))
-    at += records64 * (VEC * 4)
-    mB = cute.make_tensor(part(F32, at), cute.make_layout((maps, 128, 128), stride=(STATE, 128, 1)))
-    at += maps64 * (STATE * 4)
-    mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
-    all_m = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps * 128, 128), stride=(128, 1)))
-
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=kind.g_type)
-    (tma_q, gQ), (tma_k, gK) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK)]
-    tma_g, gG = tma_load(by_head(mG), lg, (64, 128))
-    tma_out, gOut = tma_store(tiles, tile_layout(64, 128, dtype=dtype), (64, 128))
-    of_mma = lambda t: cute.make_tiled_mma(warp.MmaF16BF16Op(t, F32, (16, 8, 16)), (1, 1, 1), permutation_mnk=(16, 16, 16))
-    mma_tf32 = cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1))
-    prepare_kernel(
-        tma_q,
-        gQ,
-        tma_k,
-        gK,
-        tma_g,
-        gG,
-        tma_out,
-        gOut,
-        mBeta,
-        mA,
-        mBias,
-        mT,
-        mP,
-        mVec,
-        mCu,
-        scale,
-        lower,
-        beta_top,
-        length,
-        steps,
-        HV // mK.shape[1],
-        of_mma(F16),
-        of_mma(BF16),
-        mma_tf32,
-        lt,
-        lg,
-        kind,
-    ).launch(
-        grid=(HV, chunks, 1),
-        block=(128, 1, 1),
-        stream=stream,
-        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and kind.g_type.width == 16) else 2,
-        preferred_smem_carveout=100,
-    )
-
+    """Of the maps of segments, if there are any, then of the walk."""
+    mV, mO = tokens
+    mH0, mHt = states
+    has_h0, has_ht, per_segment, length, steps, segments, has_maps = sizes
     lw, lv, lm = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES), tile_layout(128, 128, dtype=dtype)
     lsq, lo = tile_layout(64, 64, STAGES, dtype), tile_layout(64, 64, 2)
-    tma_tiles, gTiles = tma_load(tiles, lw, (64, 128))
-    (tma_t, gT), (tma_p, gP) = [tma_load(t, lsq, (64, 64)) for t in (mT, mP)]
-    tma_vec, gVec = tma_load(all_vecs, cute.make_layout((1, VEC)), (1, VEC))
+    tma_tiles, gTiles = tma_load(work.tiles, lw, (64, 128))
+    (tma_t, gT), (tma_p, gP) = [tma_load(t, lsq, (64, 64)) for t in (work.T, work.P)]
+    tma_vec, gVec = tma_load(work.all_vecs, cute.make_layout((1, VEC)), (1, VEC))
     tma_v, gV = tma_load(by_head(mV), lv, (64, 128))
     tma_o, gO = tma_store(by_head(mO), lo, (64, 64))
-    tma_m, gM = tma_load(all_m, lm, (128, 128))
+    tma_m, gM = tma_load(work.all_m, lm, (128, 128))
     mmas = (wgmma(64, K_MAJOR, True, dtype), wgmma(64, MN_MAJOR, True, dtype), wgmma(128, MN_MAJOR, True, dtype))
     for is_map in (True, False):
         if has_maps == 1 or cutlass.const_expr(not is_map):
@@ -170,11 +57,11 @@ def kda_host(
                 tma_m,
                 gM,
                 by_head(mO),
-                mVec,
+                work.vec,
                 mH0,
                 mHt,
-                mB,
-                mM,
+                work.B,
+                work.M,
                 mCu,
                 has_h0,
                 has_ht,
@@ -189,35 +76,16 @@ def kda_host(
                 lm,
                 dtype,
                 is_map,
-            ).launch(grid=(HV, segments, 2 if is_map else 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
-
-
-def _arguments(kind: Kind) -> tuple[Any, ...]:
-    size = cute.sym_int
-    B, T, H, HV = size(), size(), size(), size()
-    return (
-        fake_strided(BF16, (B, T, H, 128), 1),
-        fake_strided(BF16, (B, T, H, 128), 1),
-        fake_strided(BF16, (B, T, HV, 128), 1),
-        fake_strided(kind.g_type, (B, T, HV, 128), 1),
-        fake_strided(kind.beta_type, (B, T, HV), 1, align=kind.beta_type.width // 8),
-        fake_vector(F32),
-        fake_compact(F32, size(), 128, align=4),
-        fake_strided(BF16, (B, T, HV, 128), 1),
-        fake_compact(F32, size(), size(), 128, 128),
-        fake_compact(F32, size(), size(), 128, 128),
-        fake_vector(I32),
-        fake_compact(cutlass.Uint8, cute.sym_int64(), align=128),
-        F32(1.0),
-        F32(-5.0),
-        F32(1.0),
-        *(I32(1) for _ in range(8)),
-        make_fake_stream(),
-        kind,
-    )
+            ).launch(
+                grid=(work.vec.shape[1], segments, 2 if is_map else 1),
+                block=(384, 1, 1),
+                stream=stream,
+                min_blocks_per_mp=1,
+                use_pdl=True,
+            )
 
 
 def variants() -> Iterator[Variant]:
-    for dtype, g_type, beta_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (F32, BF16), (True, False)):
-        kind = Kind(dtype, g_type, beta_type, has_gate)
-        yield Variant(kind.name, kda_host, _arguments(kind), uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))
+    for kind in kinds():
+        uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
+        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state), uses=uses)

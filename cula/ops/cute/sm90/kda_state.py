@@ -8,13 +8,7 @@ A chunk, with the state S [128 dk, 128 dv] in float32:
 All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each
 and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
 
-Segments. Where (sequence, head) pairs are too few to fill the GPU, sequences are cut into segments of L chunks that run at the
-same time. What a segment lacks is the state at its start.
-  * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
-    without output.
-  * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from this same walk in map
-    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
-Which it is, every warp finds out for itself from the data. Where all segments are warm the map kernel ends at once.
+Segments, warm and cold, are those of `common/kda_segments.py`; in map mode this same walk makes their maps.
 
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
@@ -37,6 +31,9 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.kda_prepare import BETA, VEC
+from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
+from cula.ops.cute.common.kda_segments import segment_of
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -52,13 +49,8 @@ from cula.ops.cute.common.tiles import (
     tma_split,
 )
 
-from .kda_cut import first_chunk, place
-from .kda_prepare import BETA, BOUND, VEC
-
 STAGES = 2
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-WARM = 4  # chunks that a segment may walk before its own
-FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
 TILE_BYTES, SQUARE_BYTES, MAP_BYTES = 64 * 128 * 2, 64 * 64 * 2, 128 * 128 * 2
 
 
@@ -77,7 +69,7 @@ def unscale_rows(S: cute.Tensor, factor: cute.Tensor):
     """Divide by powers of two, exactly."""
     back = cute.make_rmem_tensor((2,), F32)
     for a in cutlass.range_constexpr(2):
-        cute.recast_tensor(back, I32)[a] = I32(254 << 23) - cute.recast_tensor(factor, I32)[a]
+        back[a] = inverse_of(factor[a])
     scale_rows(S, back)
 
 
@@ -92,44 +84,22 @@ def largest(S: cute.Tensor, top: cute.Tensor):
 
 @cute.jit
 def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
-    """Scale rows of S by a power of two when they, or rows of v with largest values `top`, leave what fp16 holds well.
-
-    The recurrence is linear in (v, S) and rows dv do not mix, so a row may run scaled by `factor` if its v is too and what leaves
-    is divided by it. The window leaves room for what one chunk can add. Small rows are scaled up by no more than 2^24 in all.
-    """
+    """Scale rows of S when they, or rows of v with largest values `top`, leave what fp16 holds well (`common/kda_range.py`)."""
     largest(S, top)
     leaves = I32(0)
     for a in cutlass.range_constexpr(2):
         for off in (1, 2):
             top[a] = cute.arch.fmax(top[a], cute.arch.shuffle_sync_bfly(top[a], offset=off))
-        is_small = top[a] < F32(1.0 / 256) and top[a] > F32(0.0) and factor[a] < F32(2.0**24)
-        leaves = I32(1) if top[a] > F32(256.0) or is_small else leaves
+        leaves = I32(1) if is_outside(top[a], factor[a]) else leaves
     if cute.arch.vote_any_sync(leaves == 1):
         move = cute.make_rmem_tensor((2,), F32)
         for a in cutlass.range_constexpr(2):
-            exponent = cute.recast_tensor(top, I32)[a] >> 23
-            room = I32(254 + 24) - (cute.recast_tensor(factor, I32)[a] >> 23)  # the exponent of 2^24 / factor
-            power = cutlass.min(cutlass.max(I32(254) - exponent, I32(1)), room)  # that of 2^-floor(log2 top)
-            power = power if top[a] > F32(0.0) and exponent < 255 else I32(127)  # nothing for 0, infinity and NaN
-            cute.recast_tensor(move, I32)[a] = power << 23
+            move[a] = move_inside(top[a], factor[a])
             factor[a] = factor[a] * move[a]
         scale_rows(S, move)
 
 
 # Segments
-
-
-@cute.jit
-def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
-    """How many chunks before number `end` forget all that came earlier; 0 if neither WARM of them nor the `have` there are do."""
-    bound = cute.make_rmem_tensor((WARM,), F32)
-    for w in cutlass.range_constexpr(WARM):
-        bound[w] = mVec[cutlass.max(end - 1 - w, 0), hv, BOUND]
-    total, found = F32(0.0), I32(0)
-    for w in cutlass.range_constexpr(WARM):
-        total += bound[w]
-        found = I32(w + 1) if found == 0 and w < have and total < F32(FORGOTTEN) else found
-    return found
 
 
 @cute.jit
@@ -254,24 +224,9 @@ def state_kernel(
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
     hv, number, which = cute.arch.block_idx()
-    seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
-    chunk0 = first_chunk(seq, begin, length)
-    chunks = (tokens + 63) // 64
-    i, segments = number - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
-    start, is_busy = i * L, i < segments
-    warm, cold = I32(0), I32(0)
-    if cutlass.const_expr(is_map):
-        # wanted if any segment of the sequence starts cold; M of the first only for an initial state, nothing of the last
-        lane, any_cold = cute.arch.lane_idx(), I32(0)
-        for s in cutlass.range(1, segments, 32, unroll=1):
-            at = cutlass.min(s + lane, segments - 1) * L
-            any_cold = I32(1) if cute.arch.vote_any_sync(warm_chunks(mVec, hv, chunk0 + at, at) == 0) else any_cold
-        is_needed = which == 0 or i > 0 or has_h0 == 1
-        is_busy = i < segments - 1 and any_cold == 1 and is_needed
-    else:
-        if is_busy and i > 0:
-            warm = warm_chunks(mVec, hv, chunk0 + start, start)
-            cold = I32(1) if warm == 0 else I32(0)
+    is_busy, seq, begin, tokens, chunk0, first_segment, i, segments, from_chunk, out_from, to_chunk, cold = segment_of(
+        mVec, mCu, hv, number, which, has_h0, L, length, steps, is_map
+    )
     if is_busy:
         walk(
             (tma_tiles, gTiles, tma_t, gT, tma_p, gP, tma_vec, gVec, tma_v, gV, tma_o, gO, tma_m, gM),
@@ -288,9 +243,9 @@ def state_kernel(
             chunk0,
             first_segment,
             i,
-            start - warm,
-            start,
-            cutlass.min(start + L, chunks),
+            from_chunk,
+            out_from,
+            to_chunk,
             cold,
             which,
             has_h0,

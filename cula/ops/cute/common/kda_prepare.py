@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA on Hopper, first half: everything in a chunk of 64 tokens that does not know the state.
+"""KDA, first half: everything in a chunk of 64 tokens that does not know the state. TMA and mma.sync: Hopper and later.
 
 For one chunk and value head, with log2 decays summed from the chunk's start (G_t; G_C over all of it), unit keys and queries k, q
 (the scale inside q), and write strengths b:
@@ -43,6 +43,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.kda_cut import place
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -54,8 +55,6 @@ from cula.ops.cute.common.tiles import (
     tile_at,
     tma_split,
 )
-
-from .kda_cut import place
 
 LOG2E = 1.4426950408889634
 VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences cut into segments of L chunks that run at the same time, where (sequence, head) pairs are too few to fill a GPU.
+
+What a segment lacks is the state at its start.
+  * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
+    without output.
+  * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from the same walk in map
+    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
+Which it is, every warp finds out for itself from the data. Where all segments are warm the map kernel ends at once.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from cula.ops.cute.common.kda_cut import first_chunk, place
+from cula.ops.cute.common.kda_prepare import BOUND
+from cula.ops.cute.common.tiles import F32, I32
+
+WARM = 4  # chunks that a segment may walk before its own
+FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
+
+
+@cute.jit
+def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
+    """How many chunks before number `end` forget all that came earlier; 0 if neither WARM of them nor the `have` there are do."""
+    bound = cute.make_rmem_tensor((WARM,), F32)
+    for w in cutlass.range_constexpr(WARM):
+        bound[w] = mVec[cutlass.max(end - 1 - w, 0), hv, BOUND]
+    total, found = F32(0.0), I32(0)
+    for w in cutlass.range_constexpr(WARM):
+        total += bound[w]
+        found = I32(w + 1) if found == 0 and w < have and total < F32(FORGOTTEN) else found
+    return found
+
+
+@cute.jit
+def segment_of(
+    mVec: cute.Tensor,
+    mCu: cute.Tensor,
+    hv: I32,
+    number: I32,
+    which: I32,
+    has_h0: I32,
+    L: I32,
+    length: I32,
+    steps: I32,
+    is_map: cutlass.Constexpr,
+):
+    """What the block of a segment's number has to do; `which` of a map's two halves, 0 for B and 1 for M.
+
+    Returns (is_busy, its sequence, first token and tokens of that, number of its first chunk, number of its first segment, which
+    of the segments this is, how many there are, the chunk to walk from, the first with output, the one after the last, whether
+    it starts cold).
+    """
+    seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
+    chunk0 = first_chunk(seq, begin, length)
+    chunks = (tokens + 63) // 64
+    i, segments = number - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
+    start, is_busy = i * L, i < segments
+    warm, cold = I32(0), I32(0)
+    if cutlass.const_expr(is_map):
+        # wanted if any segment of the sequence starts cold; M of the first only for an initial state, nothing of the last
+        lane, any_cold = cute.arch.lane_idx(), I32(0)
+        for s in cutlass.range(1, segments, 32, unroll=1):
+            at = cutlass.min(s + lane, segments - 1) * L
+            any_cold = I32(1) if cute.arch.vote_any_sync(warm_chunks(mVec, hv, chunk0 + at, at) == 0) else any_cold
+        is_needed = which == 0 or i > 0 or has_h0 == 1
+        is_busy = i < segments - 1 and any_cold == 1 and is_needed
+    else:
+        if is_busy and i > 0:
+            warm = warm_chunks(mVec, hv, chunk0 + start, start)
+            cold = I32(1) if warm == 0 else I32(0)
+    to_chunk = cutlass.min(start + L, chunks)
+    return is_busy, seq, begin, tokens, chunk0, first_segment, i, segments, start - warm, start, to_chunk, cold
