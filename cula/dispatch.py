@@ -28,6 +28,7 @@ Problem = KdaProblem | LightningProblem | DecodeProblem
 # Where an operation lives inside a backend's package.
 MODULE_OF = {
     "kda_fwd": "kda",
+    "kda_fwd_again": "kda",
     "kda_bwd": "kda",
     "kda_map": "kda",
     "kda_state_grad": "kda",

@@ -165,6 +165,7 @@ def interpreted(monkeypatch):
 
     full = torch.empty
     monkeypatch.setattr(kda, "stream_of", lambda device: 0)
+    monkeypatch.setattr(kda, "address", lambda t: 0 if t is None else ptx.Pointer(t))
     monkeypatch.setattr(torch, "empty", empty)  # NaN in any of the types that the workspace is read as
     use()
     return use
@@ -199,6 +200,45 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
     except ptx.SimulationError:
         return
     assert not (of_o < TOLERANCE["f16"] and of_state < STATE_TOLERANCE["f16"])
+
+
+# Calls that are made again
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of every launch, instead of launches."""
+    calls = []
+    monkeypatch.setattr(kda, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    monkeypatch.setattr(kda, "stream_of", lambda device: 0)
+    monkeypatch.setattr(kda, "_cut_on", lambda problem, device: kda.cut(problem, NUM_SMS))
+    return calls
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[-1]], ids=str)
+def test_again_launches_what_a_call_launches(launched, case):
+    p, x = make(case, "cpu")
+    out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
+    first = kda.kda_fwd(p, x, out)
+    again = kda.kda_fwd_again(p, x, out)
+    second = again(x, out)
+    assert second.o is out
+    assert second.final_state.shape == first.final_state.shape
+    (name, arguments), (same_name, same) = launched
+    assert name == same_name
+    fresh = (9, 11)  # the final state and the workspace are new each time
+    assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
+
+
+def test_again_is_for_tensors_that_need_no_copy(launched):
+    p, x = make(Case((100, 100), is_packed=False), "cpu")
+    again = kda.kda_fwd_again(p, x)
+    assert again(x, None) is not None
+    odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
+    assert again(x._replace(q=odd), None) is None
+    longer = torch.cat([x.q, x.q], dim=1)
+    assert kda.kda_fwd_again(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
+    assert kda.kda_fwd_again(p, x._replace(q=longer[:, ::2])) is not None
 
 
 # On a GPU

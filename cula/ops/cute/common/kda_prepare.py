@@ -71,13 +71,12 @@ class Kind(NamedTuple):
 
     dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
     g_type: type
-    beta_type: type
     has_gate: bool  # g is raw: activate it; else it is the log decay
 
     @property
     def name(self) -> str:
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
-        return f"kda_{short[self.dtype]}_{'gate' if self.has_gate else 'log'}_{short[self.g_type]}_beta_{short[self.beta_type]}"
+        return f"kda_{short[self.dtype]}_{'gate' if self.has_gate else 'log'}_{short[self.g_type]}"
 
 
 # Fragments
@@ -225,6 +224,7 @@ def prepare_kernel(
     tma_tiles: cute.CopyAtom,
     gTiles: cute.Tensor,
     mBeta: cute.Tensor,
+    mBeta16: cute.Tensor,
     mA: cute.Tensor,
     mBias: cute.Tensor,
     mT: cute.Tensor,
@@ -234,6 +234,7 @@ def prepare_kernel(
     scale: F32,
     lower: F32,
     beta_top: F32,
+    beta_bits: I32,
     length: I32,
     steps: I32,
     group: I32,
@@ -252,7 +253,7 @@ def prepare_kernel(
     if start < tokens:
         prepare_chunk(
             (tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles),
-            (mBeta, mA, mBias),
+            (mBeta, mBeta16, beta_bits, mA, mBias),
             (mT, mP, mVec),
             scale,
             lower,
@@ -287,11 +288,11 @@ def prepare_chunk(
 ):
     """The chunk that begins at token t0 and has `left` tokens (or more than 64: then the rest is another chunk's)."""
     tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles = tma
-    mBeta, mA, mBias = gates
+    mBeta, mBeta16, beta_bits, mA, mBias = gates
     mT, mP, mVec = results
     mma_f16, mma_bf16, mma_tf32 = mmas
     lt, lg = layouts
-    dtype, g_type, beta_type, has_gate = kind
+    dtype, g_type, has_gate = kind
     is_f16 = cutlass.const_expr(dtype is F16)
     mma_scores = mma_f16 if is_f16 else mma_bf16
     record = number * mVec.shape[1] + hv
@@ -331,9 +332,13 @@ def prepare_chunk(
             s_part, g_part = tma_split(atom, s, at)
             cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
     # so are beta of our two rows and the gate's constants (g's fragments have channels 8 j + r); nobody waits for them yet
-    raw_b, bias = cute.make_rmem_tensor((2,), beta_type), cute.make_rmem_tensor((16,), F32)
+    raw_b, bias = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((16,), F32)
     for i in cutlass.range_constexpr(2):
-        raw_b[i] = mBeta[t0 + cutlass.min(16 * wid + r + 8 * i, left - 1), hv]
+        t = t0 + cutlass.min(16 * wid + r + 8 * i, left - 1)
+        if beta_bits == 32:
+            raw_b[i] = mBeta[t, hv]
+        else:
+            raw_b[i] = mBeta16[t, hv].to(F32)
     log_a = F32(0.0)
     if cutlass.const_expr(has_gate):
         log_a = mA[hv]
@@ -398,7 +403,7 @@ def prepare_chunk(
     b = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         t = 16 * wid + r + 8 * i
-        x = raw_b[i].to(F32)
+        x = raw_b[i]
         if beta_top > F32(0.0):  # beta is raw
             x = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x * F32(-LOG2E), fastmath=True))
         b[i] = x if t < left else F32(0.0)
