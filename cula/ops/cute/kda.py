@@ -65,7 +65,7 @@ def variant(problem: KdaProblem) -> str:
     """The kernel's name. fp16 operands where keys and queries are normalised, and so within their range."""
     dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
     gate = "gate" if problem.options.use_gate_in_kernel else "log"
-    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}"
+    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
 
 
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
@@ -148,7 +148,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None
     if p.options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
     return (
-        *(stride for t in (x.q, x.k, x.v, x.g, o) for stride in t.stride()[1:3]),
+        *(stride for t in (x.q, x.k, x.v, x.g, o) for stride in t.stride()[1:3]),  # of a scalar g too
         x.beta.stride(1),
         p.B * p.T,
         p.N,

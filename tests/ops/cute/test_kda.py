@@ -35,6 +35,7 @@ class Case:
     per_segment: int = 100  # chunks
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     gate: str = "bounded"  # or "log"
+    has_scalar_gate: bool = False
     decays: str = "random"  # of log gates: or "alternating", "zero", "fastest"
     is_normalised: bool = True  # in the kernel
     are_keys_alike: bool = False
@@ -62,6 +63,8 @@ CASES = [
     Case((130,), per_segment=1, gate="log", decays="fastest", g=torch.float32),
     Case((200,), per_segment=2, shift=-8.0, size=1e6),
     Case((200,), per_segment=2, shift=-8.0, size=1e-7),
+    Case((150, 70), per_segment=1, shift=-6.0, HV=2, has_scalar_gate=True),
+    Case((150,), per_segment=1, shift=-2.0, gate="log", g=torch.float32, has_scalar_gate=True, is_packed=False),
     Case((200, 40), per_segment=2, shift=-8.0, is_normalised=False, HV=2),
     Case((130,), per_segment=1, is_normalised=False, gate="log", g=torch.float32, beta=torch.bfloat16),
 ]
@@ -83,8 +86,11 @@ def make(case: Case, device: str) -> tuple[KdaProblem, KdaInputs]:
     if not case.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     A_log = dt_bias = None
+    if case.has_scalar_gate:
+        g = g[..., 0]
     if case.gate == "bounded":
         A_log, dt_bias = 0.1 * normal(case.HV), 0.1 * normal(case.HV, D) + case.shift
+        dt_bias = dt_bias[:, 0].contiguous() if case.has_scalar_gate else dt_bias
     elif case.decays == "random":
         g = -5.0 * torch.sigmoid(g + case.shift)
     else:
@@ -303,7 +309,8 @@ HOPPER = KdaProblem(
         ({"options": KdaOptions(safe_gate=True)}, None),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
         ({"K": 64}, "takes K = V = 128, and this call has K = 64"),
-        ({"has_scalar_gate": True}, "takes a gate a channel"),
+        ({"has_scalar_gate": True}, "one gate a head only with use_qk_l2norm_in_kernel=True"),
+        ({"has_scalar_gate": True, "options": KdaOptions(safe_gate=True, use_qk_l2norm_in_kernel=True)}, None),
         ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
         ({"options": KdaOptions(use_gate_in_kernel=True)}, "needs decays of -5 or more a token"),
         ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),

@@ -101,12 +101,15 @@ def kda_host(
     at_address = lambda t, a, align: cute.make_ptr(t, a, cute.AddressSpace.gmem, assumed_align=align)
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
     mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
-    mG = of_tokens(at_address(kind.g_type, g, 16), T, HV, (g_token, g_head))
+    of_g = at_address(kind.g_type, g, kind.g_type.width // 8 if cutlass.const_expr(kind.is_scalar) else 16)
+    gates = cute.make_tensor(of_g, cute.make_layout((T, HV), stride=(g_token, g_head)))
+    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, (g_token, g_head))
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
     mBeta = cute.make_tensor(at_address(F32, beta, 4), by_token)
     mBeta16 = cute.make_tensor(at_address(BF16, beta, 2), by_token)
     mA = cute.make_tensor(at_address(F32, A_log, 4), cute.make_layout(HV))
-    mBias = cute.make_tensor(at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=(128, 1)))
+    of_bias = (1, 0) if cutlass.const_expr(kind.is_scalar) else (128, 1)
+    mBias = cute.make_tensor(at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=of_bias))
     mCu = cute.make_tensor(at_address(I32, cu, 4), cute.make_layout(N + 1))
     of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
     states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
@@ -131,7 +134,7 @@ def kda_host(
     mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
     all_m = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps * 128, 128), stride=(128, 1)))
 
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=kind.g_type)
+    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=mG.element_type)
     (tma_q, gQ), (tma_k, gK) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK)]
     tma_g, gG = tma_load(by_head(mG), lg, (64, 128))
     tma_out, gOut = tma_store(tiles, tile_layout(64, 128, dtype=dtype), (64, 128))
@@ -146,6 +149,7 @@ def kda_host(
         gG,
         tma_out,
         gOut,
+        gates,
         mBeta,
         mBeta16,
         mA,
@@ -171,7 +175,7 @@ def kda_host(
         grid=(HV, chunks, 1),
         block=(128, 1, 1),
         stream=stream,
-        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and kind.g_type.width == 16) else 2,
+        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
     )
 
@@ -213,3 +217,5 @@ def kinds() -> Iterator[Kind]:
     """All that are compiled."""
     for dtype, g_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (True, False)):
         yield Kind(dtype, g_type, has_gate)
+        if dtype is F16:
+            yield Kind(dtype, g_type, has_gate, is_scalar=True)

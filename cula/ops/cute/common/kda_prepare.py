@@ -72,11 +72,13 @@ class Kind(NamedTuple):
     dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
     g_type: type
     has_gate: bool  # g is raw: activate it; else it is the log decay
+    is_scalar: bool = False  # one gate a head, not one a channel
 
     @property
     def name(self) -> str:
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
-        return f"kda_{short[self.dtype]}_{'gate' if self.has_gate else 'log'}_{short[self.g_type]}"
+        words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
+        return "_".join([*words, "scalar"] if self.is_scalar else words)
 
 
 # Fragments
@@ -223,6 +225,7 @@ def prepare_kernel(
     gG: cute.Tensor,
     tma_tiles: cute.CopyAtom,
     gTiles: cute.Tensor,
+    mG: cute.Tensor,
     mBeta: cute.Tensor,
     mBeta16: cute.Tensor,
     mA: cute.Tensor,
@@ -253,7 +256,7 @@ def prepare_kernel(
     if start < tokens:
         prepare_chunk(
             (tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles),
-            (mBeta, mBeta16, beta_bits, mA, mBias),
+            (mG, mBeta, mBeta16, beta_bits, mA, mBias),
             (mT, mP, mVec),
             scale,
             lower,
@@ -288,11 +291,12 @@ def prepare_chunk(
 ):
     """The chunk that begins at token t0 and has `left` tokens (or more than 64: then the rest is another chunk's)."""
     tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles = tma
-    mBeta, mBeta16, beta_bits, mA, mBias = gates
+    mG, mBeta, mBeta16, beta_bits, mA, mBias = gates
     mT, mP, mVec = results
     mma_f16, mma_bf16, mma_tf32 = mmas
     lt, lg = layouts
-    dtype, g_type, has_gate = kind
+    dtype, g_type, has_gate, is_scalar = kind
+    groups = 1 if cutlass.const_expr(is_scalar) else 16  # of 8 channels that differ in their decays
     is_f16 = cutlass.const_expr(dtype is F16)
     mma_scores = mma_f16 if is_f16 else mma_bf16
     record = number * mVec.shape[1] + hv
@@ -302,10 +306,16 @@ def prepare_chunk(
     r, c = lane // 4, lane % 4
 
     smem = SmemAllocator()
-    sQ, sK, sG = allocate_tile(smem, lt), allocate_tile(smem, lt), allocate_tile(smem, lg, g_type)
+    sQ, sK = allocate_tile(smem, lt), allocate_tile(smem, lt)
+    loads = [(tma_k, sK, gK, h), (tma_q, sQ, gQ, h)]
     # results take the place of what they were made of; a float32 g is of another shape
     sKb, sQg = tile_at(sK, lt, dtype), tile_at(sQ, lt, dtype)
-    sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
+    if cutlass.const_expr(is_scalar):
+        sKr = allocate_tile(smem, lt, dtype)
+    else:
+        sG = allocate_tile(smem, lg, g_type)
+        loads = [(tma_g, sG, gG, hv), *loads]
+        sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
     # A by blocks, those on the diagonal replaced by their inverses; before that, in the same memory, keys as B operands
     # [8 values, lane, 16-channel step, warp]
     sA = smem.allocate_tensor(F32, cute.make_layout((16, 16, 10), stride=(PITCH, 1, 16 * PITCH)), byte_alignment=16)
@@ -326,13 +336,14 @@ def prepare_chunk(
     cute.arch.sync_threads()
     if wid == 0:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + cute.size_in_bytes(g_type, lg))
-        for atom, s, g, head in ((tma_g, sG, gG, hv), (tma_k, sK, gK, h), (tma_q, sQ, gQ, h)):
+            g_bytes = 0 if cutlass.const_expr(is_scalar) else cute.size_in_bytes(g_type, lg)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + g_bytes)
+        for atom, s, g, head in loads:
             at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
             s_part, g_part = tma_split(atom, s, at)
             cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
     # so are beta of our two rows and the gate's constants (g's fragments have channels 8 j + r); nobody waits for them yet
-    raw_b, bias = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((16,), F32)
+    raw_b, bias = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((groups,), F32)
     for i in cutlass.range_constexpr(2):
         t = t0 + cutlass.min(16 * wid + r + 8 * i, left - 1)
         if beta_bits == 32:
@@ -342,14 +353,18 @@ def prepare_chunk(
     log_a = F32(0.0)
     if cutlass.const_expr(has_gate):
         log_a = mA[hv]
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             bias[j] = mBias[hv, 8 * j + r]
+    rG = cute.make_rmem_tensor(((2, 2), groups, 1), g_type)
+    if cutlass.const_expr(is_scalar):
+        for e in cutlass.range_constexpr(4):
+            rG[e] = mG[t0 + cutlass.min(16 * wid + 2 * c + e % 2 + 8 * (e // 2), left - 1), hv]
     cute.arch.mbarrier_wait(bar, 0)
 
     if left < 64:  # rows past the end belong to someone else
         row = tid // 2
         if row >= left:
-            for s in (sQ, sK, sG):
+            for _, s, _, _ in loads:
                 zero = cute.make_rmem_tensor((1, 8), s.element_type)
                 zero.fill(0.0)
                 for p in cutlass.range_constexpr(8):
@@ -359,9 +374,11 @@ def prepare_chunk(
     # -- log2 decays, g with tokens in pairs (the B operand), and their sums from the block's start. The largest decay of a token
     # bounds what any channel of a state keeps.
     rows = lambda s: cute.local_tile(s, (16, 128), (wid, 0))
-    by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
-    rG = cute.make_rmem_tensor(((2, 2), 16, 1), g_type)
-    if cutlass.const_expr(g_type.width == 16):
+    if cutlass.const_expr(not is_scalar):
+        by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
+    if cutlass.const_expr(is_scalar):
+        pass  # read already
+    elif cutlass.const_expr(g_type.width == 16):
         ldT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16)
         cute.copy(ldT, ldT.get_slice(lane).partition_S(by_channel), ldT.get_slice(lane).retile(rG))
     else:
@@ -371,7 +388,7 @@ def prepare_chunk(
     slope = F32(-LOG2E)
     if cutlass.const_expr(has_gate):
         slope = F32(-LOG2E) * cute.math.exp2(log_a * F32(LOG2E))
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             bias[j] = slope * bias[j]
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     for e in cutlass.range_constexpr(4):  # 0 for rows past the end: they decay nothing
@@ -380,9 +397,9 @@ def prepare_chunk(
     triangle = cute.make_rmem_tensor(((2, 2, 2), 1), F16)
     for e in cutlass.range_constexpr(8):
         triangle[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
-    L = cute.make_rmem_tensor(((2, 2), 1, 16), F32)
+    L = cute.make_rmem_tensor(((2, 2), 1, groups), F32)
     L.fill(0.0)
-    for j in cutlass.range_constexpr(16):
+    for j in cutlass.range_constexpr(groups):
         g2, g16 = cute.make_rmem_tensor(((2, 2), 1), F32), cute.make_rmem_tensor(((2, 2), 1), F16)
         g2.store(cute.make_tensor(rG.iterator + 4 * j, g2.layout).load().to(F32))
         for e in cutlass.range_constexpr(4):
@@ -395,7 +412,7 @@ def prepare_chunk(
         d = corner(L, 4 * j)
         cute.gemm(mma_f16, d, triangle, g16, d)
     if r == 7:  # row 15
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             pair = cute.make_tensor(L.iterator + 2 + 4 * j, cute.make_layout((1, 2)))
             cute.autovec_copy(pair, cute.local_tile(sSum, (1, 2), (wid, 4 * j + c)))
     cute.arch.sync_threads()
@@ -451,7 +468,7 @@ def prepare_chunk(
     # -- thread = channel: what lies before and after each block
     sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
     for i in cutlass.range_constexpr(4):
-        sums[i] = sSum[i, tid]
+        sums[i] = sSum[i, 0 if cutlass.const_expr(is_scalar) else tid]
     whole = sums[0] + sums[1] + sums[2] + sums[3]
     for i in cutlass.range_constexpr(4):
         sBefore[i, tid] = cute.math.exp2(before, fastmath=True).to(wide)
@@ -474,6 +491,7 @@ def prepare_chunk(
     for e in cutlass.range_constexpr(8):
         b8[e] = b[e // 2 % 2].to(wide)
     st = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
+    sum_all = sSum[wid, 0]  # of every channel, where there is one gate
     toKb, toQg, toKr = [st.get_slice(lane).partition_D(rows(s)) for s in (sKb, sQg, sKr)]
     for s in cutlass.range_constexpr(8):
         xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
@@ -481,16 +499,22 @@ def prepare_chunk(
         xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
         sum16, back = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
         pre, post = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((4,), wide)
-        for src, dst in ((sSum, sum16), (sInv, back), (sBefore, pre), (sAfter, post)):
+        tables = ((sInv, back), (sBefore, pre), (sAfter, post))
+        if cutlass.const_expr(is_scalar):
+            sum16.fill(sum_all)
+        else:
+            tables = ((sSum, sum16), *tables)
+        for src, dst in tables:
             for hi in cutlass.range_constexpr(2):
                 pair = cute.make_tensor(dst.iterator + 2 * hi, cute.make_layout((1, 2)))
                 cute.autovec_copy(cute.local_tile(src, (1, 2), (wid, 8 * s + 4 * hi + c)), pair)
         pre8, post8 = cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
         for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
             ri, ch = e // 2 % 2, e % 2 + 2 * (e // 4)
-            up = cute.math.exp2(L[e + 8 * s], fastmath=True)
+            since = L[(e + 8 * s) % (4 * groups)]
+            up = cute.math.exp2(since, fastmath=True)
             xk[e] = xk[e] * inv_k[ri]
-            down[e] = xk[e] * cute.math.exp2(sum16[ch] - L[e + 8 * s], fastmath=True)
+            down[e] = xk[e] * cute.math.exp2(sum16[ch] - since, fastmath=True)
             xk[e] = xk[e] * up
             xq[e] = xq[e] * inv_q[ri] * up
             kd[e] = down[e] * back[ch]
