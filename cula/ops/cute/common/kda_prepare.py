@@ -28,7 +28,8 @@ eigenvalues); bf16 otherwise.
 | shared memory                               | bytes |
 |---------------------------------------------|-------|
 | q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
-| keys for other warps; then A, diagonal of T | 12.5 K |
+| keys for other warps; then A below the diagonal | 12 K |
+| A on the diagonal; then T there             | 5 K   |
 | sums and factors a block and channel        | 7 K   |
 
 Three blocks a multiprocessor hide each other's waits, which is what sets the registers (168 a thread).
@@ -113,20 +114,23 @@ def store_pair(dst: cute.Tensor, row: I32, col: I32, x: F32, y: F32, dtype: cutl
 
 
 @cute.jit
-def store_scaled(block: cute.Tensor, row: I32, pair: I32, acc: cute.Tensor, e: cutlass.Constexpr, factor: F32):
-    """Registers e, e + 1 times a factor to columns 2 pair, + 1 of a block in shared memory."""
-    two = cute.make_rmem_tensor((1, 2), F32)
-    two[0], two[1] = acc[e] * factor, acc[e + 1] * factor
-    cute.autovec_copy(two, cute.local_tile(block, (1, 2), (row, pair)))
+def round_tf32(x: cute.Tensor):
+    """To the nearest tf32, in place."""
+    bits = cute.recast_tensor(x, I32)
+    for i in cutlass.range_constexpr(cute.size(x)):
+        bits[i] = (bits[i] + I32(0x1000)) & I32(-0x2000)
 
 
 # The inverse
 
 
 @cute.jit
-def inverse16(block: cute.Tensor, lane: I32):
-    """block <- (I + strict lower block)^{-1}, 16x16, by one warp, in float32. Lane = column; row i needs x_{i-1} last."""
-    j = lane % 16
+def inverse_pair(blocks: cute.Tensor, first: I32, second: I32, lane: I32):
+    """Blocks first and second <- (I + strict lower block)^{-1}, 16x16 each, by one warp: in float32, then rounded to tf32.
+
+    Half a warp a block, a lane a column; row i needs x_{i-1} last.
+    """
+    block, j = blocks[None, None, first if lane < 16 else second], lane % 16
     x, row = cute.make_rmem_tensor((16,), F32), cute.make_rmem_tensor((16,), F32)
     for i in cutlass.range_constexpr(16):
         x[i] = F32(1.0) if j == i else F32(0.0)
@@ -135,27 +139,18 @@ def inverse16(block: cute.Tensor, lane: I32):
         for m in cutlass.range_constexpr(i):
             x[i] = x[i] - row[m] * x[m]
     cute.arch.sync_warp()
-    if lane < 16:
-        for i in cutlass.range_constexpr(16):
-            block[i, j] = x[i]
-
-
-@cute.jit
-def round_tf32(x: cute.Tensor):
-    """To the nearest tf32, in place: the tensor cores drop the low 13 bits."""
-    bits = cute.recast_tensor(x, I32)
-    for i in cutlass.range_constexpr(cute.size(x)):
-        bits[i] = bits[i] + I32(0x1000)
+    round_tf32(x)
+    for i in cutlass.range_constexpr(16):
+        block[i, j] = x[i]
 
 
 @cute.jit
 def load_b16(block: cute.Tensor, lane: I32, b: cute.Tensor):
-    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci], rounded: the B operand of products with block^T."""
+    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci]: the B operand of products with block^T."""
     for nb in cutlass.range_constexpr(2):
         for kb in cutlass.range_constexpr(2):
             pair = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((1, 2)))
             cute.autovec_copy(cute.local_tile(block, (1, 2), (8 * nb + lane // 4, 4 * kb + lane % 4)), pair)
-    round_tf32(b)
 
 
 @cute.jit
@@ -174,42 +169,39 @@ def mm_tf32(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor
             cute.gemm(mma, d, cute.recast_tensor(x, TF32), cute.recast_tensor(y, TF32), d)
 
 
-def block_of(sA, i, j):
-    """Block (i, j), j <= i, of the lower triangle."""
-    return sA[None, None, i * (i + 1) // 2 + j]
+def below(sA, i, j):
+    """Block (i, j), j < i, below the diagonal."""
+    return sA[None, None, i * (i - 1) // 2 + j]
 
 
 @cute.jit
-def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
+def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
     """cols[8 I ..] <- block (J, I) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
 
     A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
-    rounded to 16 bits in the end. Blocks above the diagonal stay 0.
+    rounded to 16 bits in the end; what is in shared memory has been rounded to it. Blocks above the diagonal stay 0.
     """
     r, c = lane // 4, lane % 4
-    done, b = cute.make_rmem_tensor_like(cols, F32), cute.make_rmem_tensor(((2,), 2, 2), F32)
+    b = cute.make_rmem_tensor(((2,), 2, 2), F32)
     cols.fill(0.0)
     for J in cutlass.range_constexpr(4):
         if wid == J:
-            first = block_of(sA, J, J)
+            first = sD[None, None, J]
             for e in cutlass.range_constexpr(8):
                 cols[e + 8 * J] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
-                done[e + 8 * J] = cols[e + 8 * J]
-            round_tf32(flat(done, 8 * J, 8))
             for I in cutlass.range_constexpr(J + 1, 4):
                 total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
                 total.fill(0.0)
                 last.fill(0.0)
                 for M in cutlass.range_constexpr(J, I):
-                    load_b16(block_of(sA, I, M), lane, b)
-                    mm_tf32(mma, total, flat(done, 8 * M, 8), b)
-                load_b16(block_of(sA, I, I), lane, b)
+                    load_b16(below(sA, I, M), lane, b)
+                    mm_tf32(mma, total, flat(cols, 8 * M, 8), b)
+                load_b16(sD[None, None, I], lane, b)
                 round_tf32(total)
                 mm_tf32(mma, last, total, b)
                 for e in cutlass.range_constexpr(8):
                     cols[e + 8 * I] = -last[e]
-                    done[e + 8 * I] = -last[e]
-                round_tf32(flat(done, 8 * I, 8))
+                round_tf32(flat(cols, 8 * I, 8))
 
 
 # The kernel
@@ -316,10 +308,12 @@ def prepare_chunk(
         sG = allocate_tile(smem, lg, g_type)
         loads = [(tma_g, sG, gG, hv), *loads]
         sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
-    # A by blocks, those on the diagonal replaced by their inverses; before that, in the same memory, keys as B operands
-    # [8 values, lane, 16-channel step, warp]
-    sA = smem.allocate_tensor(F32, cute.make_layout((16, 16, 10), stride=(PITCH, 1, 16 * PITCH)), byte_alignment=16)
-    sX = cute.make_tensor(cute.recast_ptr(sA.iterator, dtype=dtype), cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)))
+    # keys as B operands [8 values, lane, 16-channel step, warp]; then, in the same memory, A by blocks below the diagonal. Those
+    # on it are apart, and replaced by their inverses.
+    sX = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
+    blocks = lambda n: cute.make_layout((16, 16, n), stride=(PITCH, 1, 16 * PITCH))
+    sA = cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=F32), blocks(6))
+    sD = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
     # for each block and channel: L_16, e^{-L_16}, e^{G before the block}, e^{G_C - G after it}; then decays of the blocks between
     # two. fp16 can afford a second rounding of what the factors multiply, bf16 cannot.
     wide = F16 if is_f16 else F32
@@ -547,6 +541,14 @@ def prepare_chunk(
                 for a, acc in ((a_k, accA), (a_q, accP)):
                     d = corner(acc, 24 + 4 * nb)
                     cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
+    for nb in cutlass.range_constexpr(2):
+        for ri in cutlass.range_constexpr(2):
+            two = cute.make_rmem_tensor((1, 2), F32)
+            for ci in cutlass.range_constexpr(2):
+                e, row, col = 24 + ci + 2 * ri + 4 * nb, r + 8 * ri, 8 * nb + 2 * c + ci
+                two[ci] = accA[e] * b[ri] if col < row else F32(0.0)
+                accP[e] = accP[e] if col <= row else F32(0.0)
+            cute.autovec_copy(two, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     if wid == 0:
@@ -567,48 +569,46 @@ def prepare_chunk(
                         which = I32(0) if wid == 2 else I32(2)
                     decay = cute.make_rmem_tensor((8,), dtype)
                     for hi in cutlass.range_constexpr(2):
-                        two = cute.make_rmem_tensor((1, 2), dtype)
-                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), two)
+                        of_two = cute.make_rmem_tensor((1, 2), dtype)
+                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), of_two)
                         for nb in cutlass.range_constexpr(2):
-                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = two[0], two[1]
+                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = of_two[0], of_two[1]
                     theirs.store((theirs.load().to(wide) * decay.load().to(wide)).to(dtype))
                 for nb in cutlass.range_constexpr(2):
                     key = cute.make_tensor(theirs.iterator + 4 * nb, cute.make_layout(((2, 2), 1)))
                     for a, acc in ((kl, accA), (ql, accP)):
                         target = corner(acc, 8 * J + 4 * nb)
                         cute.gemm(mma_scores, target, a[None, None, s], key, target)
+    # the diagonal's inverses, two a warp: by the warps that have had least to do
+    if wid == 0:
+        inverse_pair(sD, I32(0), I32(3), lane)
+    if wid == 1:
+        inverse_pair(sD, I32(1), I32(2), lane)
     cute.arch.sync_threads()  # the keys have been read; A takes their place
-
-    # -- A to shared memory, P out
-    diagonal = block_of(sA, wid, wid)
-    for nb in cutlass.range_constexpr(2):
-        for ri in cutlass.range_constexpr(2):
-            row, e = r + 8 * ri, 2 * ri + 4 * nb
-            for ci in cutlass.range_constexpr(2):
-                col = 8 * nb + 2 * c + ci
-                accA[24 + e + ci] = accA[24 + e + ci] if col < row else F32(0.0)
-                accP[24 + e + ci] = accP[24 + e + ci] if col <= row else F32(0.0)
-            for J in cutlass.range_constexpr(4):
-                p0, p1 = F32(0.0), F32(0.0)
-                if cutlass.const_expr(J < 3):  # noqa: SIM102 (decided when compiled, and then when run)
-                    if wid > J:
-                        p0, p1 = accP[8 * J + e], accP[8 * J + e + 1]
-                        store_scaled(block_of(sA, wid, J), row, 4 * nb + c, accA, 8 * J + e, b[ri])
-                if wid == J:
-                    p0, p1 = accP[24 + e], accP[24 + e + 1]
-                store_pair(mP, 64 * record + 16 * wid + row, 16 * J + 8 * nb + 2 * c, p0, p1, dtype)
-            store_scaled(diagonal, row, 4 * nb + c, accA, 24 + e, b[ri])
-    cute.arch.sync_warp()
-    inverse16(diagonal, lane)
+    for J in cutlass.range_constexpr(3):
+        if wid > J:
+            for nb in cutlass.range_constexpr(2):
+                for ri in cutlass.range_constexpr(2):
+                    scaled, e = cute.make_rmem_tensor((1, 2), F32), 2 * ri + 4 * nb + 8 * J
+                    scaled[0], scaled[1] = accA[e] * b[ri], accA[e + 1] * b[ri]
+                    round_tf32(scaled)
+                    cute.autovec_copy(scaled, cute.local_tile(below(sA, wid, J), (1, 2), (r + 8 * ri, 4 * nb + c)))
     cute.arch.sync_threads()
 
-    # -- T^T out
+    # -- T^T and P out
     cols = cute.make_rmem_tensor((32,), F32)
-    inverse_columns(mma_tf32, sA, wid, lane, cols)
+    inverse_columns(mma_tf32, sA, sD, wid, lane, cols)
     for i in cutlass.range_constexpr(4):
         for nb in cutlass.range_constexpr(2):
             for ri in cutlass.range_constexpr(2):
-                e = 2 * ri + 4 * nb + 8 * i
-                store_pair(mT, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c, cols[e], cols[e + 1], dtype)
+                e, row, col = 2 * ri + 4 * nb, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c
+                store_pair(mT, row, col, cols[8 * i + e], cols[8 * i + e + 1], dtype)
+                p0, p1 = F32(0.0), F32(0.0)
+                if cutlass.const_expr(i < 3):
+                    p0 = accP[8 * i + e] if wid > i else p0
+                    p1 = accP[8 * i + e + 1] if wid > i else p1
+                p0 = accP[24 + e] if wid == i else p0
+                p1 = accP[24 + e + 1] if wid == i else p1
+                store_pair(mP, row, col, p0, p1, dtype)
     if wid == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

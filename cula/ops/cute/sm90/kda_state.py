@@ -139,8 +139,8 @@ def chain(
 ):
     """accS <- M_{n-1} (... M_0 S + B_0 ...) + B_{n-1}; map i has the number record + i * step.
 
-    S is a pair of 16-bit values, hi + lo, and so is M in bf16 (their product leaves lo lo out); fp16 has the mantissa of tf32, and
-    M's hi is enough. Maps pass through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two
+    S is a pair of 16-bit values, hi + lo, and so is M in bf16 (their product leaves lo lo out); fp16 has the mantissa of tf32,
+    and M's hi is enough. Maps pass through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two
     places by turns, so that the next comes while one is applied.
     """
     tma_m, gM, mB = maps
