@@ -19,6 +19,7 @@ from torch import Tensor
 from cula import contract, operators, plans, settings
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, KdaProblem, LightningInputs, LightningProblem
 from cula.dispatch import Choice, Problem, choose
+from cula.ops import KdaForward
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
 
 
@@ -178,7 +179,9 @@ def cula_kda(
         choice = choose("kda_fwd", problem, backend)
         _refuse_unknown(who, kwargs, choice)
         if words is not None and not problem.needs_grad and _is_as_given(x, given):
-            run = functools.partial(_infer_kda, problem, choice, output_final_state, return_intermediate_states)
+            again = choice.backend.find("kda_fwd_again") if state_pool is None else None
+            again = None if again is None else again(problem, x, out)
+            run = functools.partial(_infer_kda, problem, choice, again, output_final_state, return_intermediate_states)
             _kda_plans.keep((*given, *around), words, run)
         if state_pool is not None and initial_state_indices is not None:
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
@@ -196,11 +199,21 @@ _kda_plans = plans.Plans()
 
 
 def _infer_kda(
-    problem: KdaProblem, choice: Choice, output_final_state: bool, with_states: bool, tensors: Sequence[Tensor | None]
+    problem: KdaProblem,
+    choice: Choice,
+    again: Callable[..., KdaForward | None] | None,
+    output_final_state: bool,
+    with_states: bool,
+    tensors: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Run a checked call that needs no gradient; tensors are `KdaInputs`, then the pool, its two vectors, and out."""
+    """Run a checked call that needs no gradient; tensors are `KdaInputs`, then the pool, its two vectors, and out.
+
+    `again` is what the backend made of an earlier call like this one, if it does.
+    """
     x, (pool, indices, has_initial_state, out) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
     with operators.on_device_of(x.q):
+        if again is not None and (result := again(x, out)) is not None:
+            return result.o, result.final_state
         if pool is not None and indices is not None:
             x = x._replace(initial_state=read_pool(pool, indices, has_initial_state))
         o, final_state, states, _ = choice.backend.load("kda_fwd")(problem, x, out)

@@ -28,6 +28,7 @@ Problem = KdaProblem | LightningProblem | DecodeProblem
 # Where an operation lives inside a backend's package.
 MODULE_OF = {
     "kda_fwd": "kda",
+    "kda_fwd_again": "kda",
     "kda_bwd": "kda",
     "kda_map": "kda",
     "kda_state_grad": "kda",
@@ -173,13 +174,15 @@ def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | N
 def _cute_why_not_kda(p: KdaProblem) -> str | None:
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
-    if p.has_scalar_gate:
-        return "takes a gate a channel, and this call has one a head"
+    if p.has_scalar_gate and not p.options.use_qk_l2norm_in_kernel:
+        return "takes one gate a head only with use_qk_l2norm_in_kernel=True"
     if p.gate != "bounded" and not p.options.safe_gate:
         return "needs decays of -5 or more a token: lower_bound with the gate in the kernel, or safe_gate=True with log decays"
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in (torch.bfloat16, torch.float32):
             return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
+    if (p.B * p.T + 64 * p.N) * p.HV >= 2**25:
+        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
     if p.options.return_intermediate_states:
         return "does not return intermediate states"
     if p.options.disable_recompute and p.needs_grad:

@@ -97,7 +97,7 @@ class Group:
             f"{len(self.ranked)}/{len(self.rows)}",
             times(geomean(v for v, _ in floors)),
             f"{times(slowest[0])} ({slowest[1]})" if slowest else "",
-            times(geomean(v for v, _ in ratios)),
+            f"{times(geomean(v for v, _ in ratios))} ({len(ratios)} of {len(self.rows)} rows)" if ratios else "",
             f"{times(weakest[0])} ({weakest[1]})" if weakest else "",
             str(self.losses) if ratios else "",
         ]
@@ -108,7 +108,7 @@ HEAD = (
     "right",
     "time over floor, geomean",
     "worst",
-    "best peer / cuLA, geomean",
+    "best peer / cuLA, geomean of the rows with a peer",
     "worst",
     "slower than a peer",
 )

@@ -131,13 +131,13 @@ class Flags(NamedTuple):
     is_normalised: bool
     has_gate: bool
     g: torch.dtype
-    beta: torch.dtype
+    has_scalar_gate: bool
 
     @classmethod
     def of(cls, name: str) -> Flags:
         dtypes = {short: dtype for dtype, short in kda.SHORT.items()}
-        _, dtype, gate, g, _, beta = name.split("_")
-        return cls(dtype == "f16", gate == "gate", dtypes[g], dtypes[beta])
+        _, dtype, gate, g, *rest = name.split("_")
+        return cls(dtype == "f16", gate == "gate", dtypes[g], rest == ["scalar"])
 
 
 class Call(NamedTuple):
@@ -148,12 +148,13 @@ class Call(NamedTuple):
     per_segment: int  # chunks
     is_slow: bool  # the gate forgets in thousands of tokens, not in ten: segments start cold, not warm
     has_state: bool
+    beta: torch.dtype = torch.float32
 
 
 CALLS = (
     Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=100, is_slow=False, has_state=True),
     Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
-    Call((150, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True),
+    Call((150, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
     Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
 )
 
@@ -169,15 +170,16 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
     q, k = normal(B, T, call.H, D), normal(B, T, call.H, D)
     if not flags.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    g, shift = normal(B, T, call.HV, D), -8.0 if call.is_slow else 0.0
+    of_gate = () if flags.has_scalar_gate else (D,)
+    g, shift = normal(B, T, call.HV, *of_gate), -8.0 if call.is_slow else 0.0
     x = KdaInputs(
         q=q.bfloat16(),
         k=k.bfloat16(),
         v=normal(B, T, call.HV, D).bfloat16(),
         g=(g if flags.has_gate else -5.0 * torch.sigmoid(g + shift)).to(flags.g),
-        beta=normal(B, T, call.HV).to(flags.beta),
+        beta=normal(B, T, call.HV).to(call.beta),
         A_log=0.1 * normal(call.HV) if flags.has_gate else None,
-        dt_bias=0.1 * normal(call.HV, D) + shift if flags.has_gate else None,
+        dt_bias=0.1 * normal(call.HV, *of_gate) + shift if flags.has_gate else None,
         initial_state=normal(len(call.lengths), call.HV, D, D) if call.has_state else None,
         cu_seqlens=torch.tensor([0, *call.lengths]).cumsum(0).int() if call.is_packed else None,
     )

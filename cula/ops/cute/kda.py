@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
+from cula.ops.cute.tensors import TMA_BYTES, as_tokens, stream_of
 
-ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}  # by compute capability
+# by compute capability
+ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
@@ -71,7 +73,7 @@ def variant(problem: KdaProblem) -> str:
     """The kernel's name. fp16 operands where keys and queries are normalised, and so within their range."""
     dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
     gate = "gate" if problem.options.use_gate_in_kernel else "log"
-    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}_beta_{SHORT[problem.beta_dtype]}"
+    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
 
 
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
@@ -84,30 +86,86 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
 
 def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Launch with a given cut; returns o."""
-    p, options, device = problem, problem.options, x.q.device
+    p, device = problem, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
-    o_tokens = as_tokens(o)  # a copy where TMA cannot write to `out`
+    to = as_tokens(o)  # a copy where TMA cannot write to `out`
+    x = x._replace(
+        q=as_tokens(x.q),
+        k=as_tokens(x.k),
+        v=as_tokens(x.v),
+        g=as_tokens(x.g),
+        beta=as_tokens(x.beta),
+        initial_state=None if x.initial_state is None else x.initial_state.contiguous(),
+    )
     work = torch.empty(cut.bytes(p.HV), dtype=torch.uint8, device=device)
+    absent = _no_gate(device, p.HV)
+    load(variant(p), ARCH_OF[p.sm])(*_addresses(x, absent, to, ht, work), *_numbers(p, x, cut, to, ht), stream_of(device))
+    if to is not o:
+        o.copy_(to)
+    return o
+
+
+def kda_fwd_again(
+    problem: KdaProblem, x: KdaInputs, out: Tensor | None = None
+) -> Callable[[KdaInputs, Tensor | None], KdaForward | None] | None:
+    """`kda_fwd` for more calls like this one, with tensors of these shapes and strides; all that follows from them is worked out
+    here. None if some would have to be copied. What it returns may return None: for tensors at addresses that TMA cannot read."""
+    p, device = problem, x.q.device
+    o_shape, ht_shape = (p.B, p.T, p.HV, V), (p.N, p.HV, V, K)
+    o = torch.empty(o_shape, dtype=torch.bfloat16, device=device) if out is None else out
+    ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if p.options.output_final_state else None
+    if any(as_tokens(t) is not t for t in (*x[:5], o)) or not (x.initial_state is None or x.initial_state.is_contiguous()):
+        return None
+    cut = _cut_on(p, device)
+    kernel, work_bytes, absent, numbers = (
+        load(variant(p), ARCH_OF[p.sm]),
+        cut.bytes(p.HV),
+        _no_gate(device, p.HV),
+        _numbers(p, x, cut, o, ht),
+    )
+    has_ht = ht is not None
+    del o, ht
+
+    def again(x: KdaInputs, out: Tensor | None) -> KdaForward | None:
+        o = torch.empty(o_shape, dtype=torch.bfloat16, device=device) if out is None else out
+        ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if has_ht else None
+        work = torch.empty(work_bytes, dtype=torch.uint8, device=device)
+        addresses = _addresses(x, absent, o, ht, work)
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[7]) % TMA_BYTES:
+            return None
+        kernel(*addresses, *numbers, stream_of(device))
+        return KdaForward(o, ht, None)
+
+    return again
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, work: Tensor) -> tuple[int, ...]:
+    """In the order of `common/kda.py`."""
+    q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens = x
+    A_log, dt_bias = absent[0] if A_log is None else A_log, absent[1] if dt_bias is None else dt_bias
+    return tuple([address(t) for t in (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, work)])
+
+
+def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None) -> tuple[int | float, ...]:
+    """The other arguments, in the order of `common/kda.py`."""
     beta_top = 0.0
-    if options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if options.allow_neg_eigval else 1.0
-    no_A_log, no_bias = _no_gate(device, p.HV)
-    load(variant(p), ARCH_OF[p.sm])(
-        as_tokens(x.q),
-        as_tokens(x.k),
-        as_tokens(x.v),
-        as_tokens(x.g),
-        as_tokens(x.beta),
-        no_A_log if x.A_log is None else x.A_log,
-        no_bias if x.dt_bias is None else x.dt_bias,
-        o_tokens,
-        no_states(device, V, K) if x.initial_state is None else x.initial_state.contiguous(),
-        no_states(device, V, K) if ht is None else ht,
-        no_places(device) if x.cu_seqlens is None else x.cu_seqlens,
-        work,
+    if p.options.use_beta_sigmoid_in_kernel:
+        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
+    return (
+        *(stride for t in (x.q, x.k, x.v, x.g, o) for stride in t.stride()[1:3]),  # of a scalar g too
+        x.beta.stride(1),
+        p.B * p.T,
+        p.N,
+        p.H,
+        p.HV,
         p.scale,
-        options.lower_bound or 0.0,
+        p.options.lower_bound or 0.0,
         beta_top,
+        8 * x.beta.element_size(),
         int(x.initial_state is not None),
         int(ht is not None),
         0 if p.is_packed else p.T,
@@ -116,11 +174,7 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
         cut.segments,
         cut.per_segment,
         int(cut.has_maps),
-        stream_of(device),
     )
-    if o_tokens is not o:
-        o.copy_(o_tokens)
-    return o
 
 
 @functools.cache

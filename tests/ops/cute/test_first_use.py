@@ -15,7 +15,7 @@ from cula.ops.cute import first_use, kda, loader
 from tests.ops.cute.test_kda import HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
-NAME = "kda_bf16_gate_bf16_beta_f32"
+NAME = "kda_bf16_gate_bf16"
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_machine_compares_once(gpu):
     assert choose("kda_fwd", BLACKWELL).name == "triton"
     assert len(made) == 1
     with pytest.warns(UserWarning, match="never run on hardware"):
-        assert choose("kda_fwd", dataclasses.replace(BLACKWELL, beta_dtype=torch.bfloat16)).name == "cute_sm100", "another kernel"
+        assert choose("kda_fwd", dataclasses.replace(BLACKWELL, g_dtype=torch.float32)).name == "cute_sm100", "another kernel"
     assert len(made) == 2
 
 
@@ -111,7 +111,11 @@ def test_the_process_that_cannot_run_is_a_failure(monkeypatch):
 
 
 def test_a_name_says_what_calls_a_kernel_takes():
-    flags = first_use.Flags.of("kda_f16_log_f32_beta_bf16")
-    assert flags == (True, False, torch.float32, torch.bfloat16)
-    p, _ = first_use.make(first_use.CALLS[0], flags, torch.device("cpu"), (10, 0))
-    assert kda.variant(p) == "kda_f16_log_f32_beta_bf16"
+    for name, want in (
+        ("kda_bf16_log_f32", (False, False, torch.float32, False)),
+        ("kda_f16_gate_bf16_scalar", (True, True, torch.bfloat16, True)),
+    ):
+        flags = first_use.Flags.of(name)
+        assert flags == want
+        p, _ = first_use.make(first_use.CALLS[0], flags, torch.device("cpu"), (10, 0))
+        assert kda.variant(p) == name

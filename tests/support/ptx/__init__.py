@@ -37,7 +37,18 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tests.support.ptx.block import ORDERS
-from tests.support.ptx.simulate import Compiled, compile_all, compiled, load, simulate
+from tests.support.ptx.simulate import Compiled, Pointer, compile_all, compiled, load, simulate
 from tests.support.ptx.values import HostError, SimulationError, Unsupported
 
-__all__ = ["ORDERS", "Compiled", "HostError", "SimulationError", "Unsupported", "compile_all", "compiled", "load", "simulate"]
+__all__ = [
+    "ORDERS",
+    "Compiled",
+    "HostError",
+    "Pointer",
+    "SimulationError",
+    "Unsupported",
+    "compile_all",
+    "compiled",
+    "load",
+    "simulate",
+]

@@ -35,6 +35,13 @@ class Compiled:
         return dataclasses.replace(self, **changed)
 
 
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor whose address is the argument."""
+
+    tensor: torch.Tensor
+
+
 def text_folder(arch, modules=None):
     """Where compiled text is kept between runs, by the state of the sources."""
     return loader.cache_folder(arch, modules or modules_of(arch)) / "text"
@@ -60,7 +67,7 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
 
     Args:
         kernel: a variant's name, or what `compiled` returned.
-        arguments: torch tensors on the CPU or numpy arrays, numbers, None. A stream, if it comes last, is left out.
+        arguments: torch tensors on the CPU or numpy arrays, `Pointer`s, numbers, None. A stream, if it comes last, is left out.
         arch, modules: where to find a name.
         order: in which order asynchronous work and warps go; see `ORDERS`.
 
@@ -70,14 +77,15 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         Unsupported: the simulator does not know an instruction.
     """
     code = kernel if isinstance(kernel, Compiled) else compiled(kernel, arch, modules)
-    tensors = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
+    given = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    tensors = [t for a in given if isinstance(t := a.tensor if isinstance(a, Pointer) else a, torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     gmem = GlobalMemory.room_for([storage.nbytes() for storage in storages.values()])
     placed = {}
     for pointer, storage in storages.items():
         own = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         placed[pointer] = (*gmem.put(own), own)
-    passed = [as_argument(t, placed) if isinstance(t, torch.Tensor) else t for t in tensors]
+    passed = [as_argument(a, placed) for a in given]
     for call in parsed_host(code.host).call(*passed):
         launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order)
     for _, inside, own in placed.values():
@@ -94,7 +102,12 @@ def parsed_host(text):
     return Host(text)
 
 
-def as_argument(tensor, placed):
+def as_argument(given, placed):
+    tensor = given.tensor if isinstance(given, Pointer) else given
+    if not isinstance(tensor, torch.Tensor):
+        return given
     base = placed[tensor.untyped_storage().data_ptr()][0]
     address = base + tensor.storage_offset() * tensor.element_size()
+    if isinstance(given, Pointer):
+        return address
     return Tensor(address, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.stride())

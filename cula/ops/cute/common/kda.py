@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 
@@ -23,9 +24,6 @@ from cula.ops.cute.common.tiles import (
     F32,
     I32,
     by_head,
-    fake_compact,
-    fake_strided,
-    fake_vector,
     tile_layout,
     tma_load,
     tma_store,
@@ -47,29 +45,39 @@ class Work(NamedTuple):
     all_m: Any  # the same as [256 maps, 128]
 
 
-def tokens_first(t: Any) -> Any:
-    """[B, T, ...] -> [B T, ...]."""
-    shape, stride = t.layout.shape, t.layout.stride
-    return cute.make_tensor(t.iterator, cute.make_layout((shape[0] * shape[1], *shape[2:]), stride=(stride[1], *stride[2:])))
-
-
 @cute.jit
 def kda_host(
-    mQ: cute.Tensor,
-    mK: cute.Tensor,
-    mV: cute.Tensor,
-    mG: cute.Tensor,
-    mBeta: cute.Tensor,
-    mA: cute.Tensor,
-    mBias: cute.Tensor,
-    mO: cute.Tensor,
-    mH0: cute.Tensor,
-    mHt: cute.Tensor,
-    mCu: cute.Tensor,
-    mWork: cute.Tensor,
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    o: Int64,
+    h0: Int64,
+    ht: Int64,
+    cu: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    o_token: Int64,
+    o_head: Int64,
+    beta_token: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
     scale: F32,
     lower: F32,
     beta_top: F32,
+    beta_bits: I32,
     has_h0: I32,
     has_ht: I32,
     length: I32,
@@ -82,23 +90,38 @@ def kda_host(
     kind: cutlass.Constexpr,
     launch_state: cutlass.Constexpr,
 ):
-    """q, k [B, T, H, 128], v, g, o [B, T, HV, 128], beta [B, T, HV], of which B and T flatten into one; states [N, HV, dv, dk].
+    """Addresses of q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], A_log [HV], dt_bias [HV, 128], states [N, HV, dv, dk],
+    offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
 
-    `chunks` and `segments` are how many numbers there are (`kda_cut`), `length` is that of every sequence or 0 (then `mCu` has
-    them), `beta_top` is 0 for a beta that is activated already. `launch_state(work, (v, o), (h0, ht), cu, (has_h0, has_ht,
-    per_segment, length, steps, segments, has_maps), dtype, stream)` is the architecture's.
+    T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
+    there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps), dtype, stream)` is the architecture's.
     """
     dtype = kind.dtype
-    mQ, mK, mV, mG, mBeta, mO = [tokens_first(t) for t in (mQ, mK, mV, mG, mBeta, mO)]
-    HV = mV.shape[1]
+    at_address = lambda t, a, align: cute.make_ptr(t, a, cute.AddressSpace.gmem, assumed_align=align)
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
+    of_g = at_address(kind.g_type, g, kind.g_type.width // 8 if cutlass.const_expr(kind.is_scalar) else 16)
+    gates = cute.make_tensor(of_g, cute.make_layout((T, HV), stride=(g_token, g_head)))
+    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, (g_token, g_head))
+    by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
+    mBeta = cute.make_tensor(at_address(F32, beta, 4), by_token)
+    mBeta16 = cute.make_tensor(at_address(BF16, beta, 2), by_token)
+    mA = cute.make_tensor(at_address(F32, A_log, 4), cute.make_layout(HV))
+    of_bias = (1, 0) if cutlass.const_expr(kind.is_scalar) else (128, 1)
+    mBias = cute.make_tensor(at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=of_bias))
+    mCu = cute.make_tensor(at_address(I32, cu, 4), cute.make_layout(N + 1))
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    mH0, mHt = [cute.make_tensor(at_address(F32, a, 16), states) for a in (h0, ht)]
+
     records = chunks * HV
     maps = segments * HV
-    records64, maps64 = cutlass.Int64(records), cutlass.Int64(maps)
-    base = mWork.iterator.toint()
-    part = lambda t, at: cute.make_ptr(t, base + at, cute.AddressSpace.gmem, assumed_align=128)
+    records64, maps64 = Int64(records), Int64(maps)
+    part = lambda t, at: at_address(t, workspace + at, 128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(cutlass.Int64(64), 1))
+    square = cute.make_layout((records * 64, 64), stride=(64, 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
     mP = cute.make_tensor(part(dtype, at), square)
@@ -111,7 +134,7 @@ def kda_host(
     mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
     all_m = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps * 128, 128), stride=(128, 1)))
 
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=kind.g_type)
+    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=mG.element_type)
     (tma_q, gQ), (tma_k, gK) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK)]
     tma_g, gG = tma_load(by_head(mG), lg, (64, 128))
     tma_out, gOut = tma_store(tiles, tile_layout(64, 128, dtype=dtype), (64, 128))
@@ -126,7 +149,9 @@ def kda_host(
         gG,
         tma_out,
         gOut,
+        gates,
         mBeta,
+        mBeta16,
         mA,
         mBias,
         mT,
@@ -136,9 +161,10 @@ def kda_host(
         scale,
         lower,
         beta_top,
+        beta_bits,
         length,
         steps,
-        HV // mK.shape[1],
+        HV // H,
         of_mma(F16),
         of_mma(BF16),
         mma_tf32,
@@ -149,7 +175,7 @@ def kda_host(
         grid=(HV, chunks, 1),
         block=(128, 1, 1),
         stream=stream,
-        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and kind.g_type.width == 16) else 2,
+        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
     )
 
@@ -164,27 +190,24 @@ def kda_host(
     )
 
 
+def of_tokens(address: Any, T: Any, heads: Any, strides: Any) -> Any:
+    """[T, heads, 128]; strides are multiples of 16 bytes, as TMA wants them."""
+    unit = 128 // address.dtype.width
+    return cute.make_tensor(
+        address, cute.make_layout((T, heads, 128), stride=(*(cute.assume(s, divby=unit) for s in strides), 1))
+    )
+
+
 def arguments(kind: Kind) -> tuple[Any, ...]:
     """What `kda_host` is compiled for, but for the last."""
-    size = cute.sym_int
-    B, T, H, HV = size(), size(), size(), size()
     return (
-        fake_strided(BF16, (B, T, H, 128), 1),
-        fake_strided(BF16, (B, T, H, 128), 1),
-        fake_strided(BF16, (B, T, HV, 128), 1),
-        fake_strided(kind.g_type, (B, T, HV, 128), 1),
-        fake_strided(kind.beta_type, (B, T, HV), 1, align=kind.beta_type.width // 8),
-        fake_vector(F32),
-        fake_compact(F32, size(), 128, align=4),
-        fake_strided(BF16, (B, T, HV, 128), 1),
-        fake_compact(F32, size(), size(), 128, 128),
-        fake_compact(F32, size(), size(), 128, 128),
-        fake_vector(I32),
-        fake_compact(cutlass.Uint8, cute.sym_int64(), align=128),
+        *(Int64(0) for _ in range(12)),
+        *(Int64(8) for _ in range(11)),
+        *(I32(1) for _ in range(4)),
         F32(1.0),
         F32(-5.0),
         F32(1.0),
-        *(I32(1) for _ in range(8)),
+        *(I32(1) for _ in range(9)),
         make_fake_stream(),
         kind,
     )
@@ -192,5 +215,7 @@ def arguments(kind: Kind) -> tuple[Any, ...]:
 
 def kinds() -> Iterator[Kind]:
     """All that are compiled."""
-    for dtype, g_type, beta_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (F32, BF16), (True, False)):
-        yield Kind(dtype, g_type, beta_type, has_gate)
+    for dtype, g_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (True, False)):
+        yield Kind(dtype, g_type, has_gate)
+        if dtype is F16:
+            yield Kind(dtype, g_type, has_gate, is_scalar=True)

@@ -28,7 +28,8 @@ eigenvalues); bf16 otherwise.
 | shared memory                               | bytes |
 |---------------------------------------------|-------|
 | q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
-| keys for other warps; then A, diagonal of T | 12.5 K |
+| keys for other warps; then A below the diagonal | 12 K |
+| A on the diagonal; then T there             | 5 K   |
 | sums and factors a block and channel        | 7 K   |
 
 Three blocks a multiprocessor hide each other's waits, which is what sets the registers (168 a thread).
@@ -71,13 +72,14 @@ class Kind(NamedTuple):
 
     dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
     g_type: type
-    beta_type: type
     has_gate: bool  # g is raw: activate it; else it is the log decay
+    is_scalar: bool = False  # one gate a head, not one a channel
 
     @property
     def name(self) -> str:
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
-        return f"kda_{short[self.dtype]}_{'gate' if self.has_gate else 'log'}_{short[self.g_type]}_beta_{short[self.beta_type]}"
+        words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
+        return "_".join([*words, "scalar"] if self.is_scalar else words)
 
 
 # Fragments
@@ -112,20 +114,23 @@ def store_pair(dst: cute.Tensor, row: I32, col: I32, x: F32, y: F32, dtype: cutl
 
 
 @cute.jit
-def store_scaled(block: cute.Tensor, row: I32, pair: I32, acc: cute.Tensor, e: cutlass.Constexpr, factor: F32):
-    """Registers e, e + 1 times a factor to columns 2 pair, + 1 of a block in shared memory."""
-    two = cute.make_rmem_tensor((1, 2), F32)
-    two[0], two[1] = acc[e] * factor, acc[e + 1] * factor
-    cute.autovec_copy(two, cute.local_tile(block, (1, 2), (row, pair)))
+def round_tf32(x: cute.Tensor):
+    """To the nearest tf32, in place."""
+    bits = cute.recast_tensor(x, I32)
+    for i in cutlass.range_constexpr(cute.size(x)):
+        bits[i] = (bits[i] + I32(0x1000)) & I32(-0x2000)
 
 
 # The inverse
 
 
 @cute.jit
-def inverse16(block: cute.Tensor, lane: I32):
-    """block <- (I + strict lower block)^{-1}, 16x16, by one warp, in float32. Lane = column; row i needs x_{i-1} last."""
-    j = lane % 16
+def inverse_pair(blocks: cute.Tensor, first: I32, second: I32, lane: I32):
+    """Blocks first and second <- (I + strict lower block)^{-1}, 16x16 each, by one warp: in float32, then rounded to tf32.
+
+    Half a warp a block, a lane a column; row i needs x_{i-1} last.
+    """
+    block, j = blocks[None, None, first if lane < 16 else second], lane % 16
     x, row = cute.make_rmem_tensor((16,), F32), cute.make_rmem_tensor((16,), F32)
     for i in cutlass.range_constexpr(16):
         x[i] = F32(1.0) if j == i else F32(0.0)
@@ -134,27 +139,18 @@ def inverse16(block: cute.Tensor, lane: I32):
         for m in cutlass.range_constexpr(i):
             x[i] = x[i] - row[m] * x[m]
     cute.arch.sync_warp()
-    if lane < 16:
-        for i in cutlass.range_constexpr(16):
-            block[i, j] = x[i]
-
-
-@cute.jit
-def round_tf32(x: cute.Tensor):
-    """To the nearest tf32, in place: the tensor cores drop the low 13 bits."""
-    bits = cute.recast_tensor(x, I32)
-    for i in cutlass.range_constexpr(cute.size(x)):
-        bits[i] = bits[i] + I32(0x1000)
+    round_tf32(x)
+    for i in cutlass.range_constexpr(16):
+        block[i, j] = x[i]
 
 
 @cute.jit
 def load_b16(block: cute.Tensor, lane: I32, b: cute.Tensor):
-    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci], rounded: the B operand of products with block^T."""
+    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci]: the B operand of products with block^T."""
     for nb in cutlass.range_constexpr(2):
         for kb in cutlass.range_constexpr(2):
             pair = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((1, 2)))
             cute.autovec_copy(cute.local_tile(block, (1, 2), (8 * nb + lane // 4, 4 * kb + lane % 4)), pair)
-    round_tf32(b)
 
 
 @cute.jit
@@ -173,42 +169,39 @@ def mm_tf32(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor
             cute.gemm(mma, d, cute.recast_tensor(x, TF32), cute.recast_tensor(y, TF32), d)
 
 
-def block_of(sA, i, j):
-    """Block (i, j), j <= i, of the lower triangle."""
-    return sA[None, None, i * (i + 1) // 2 + j]
+def below(sA, i, j):
+    """Block (i, j), j < i, below the diagonal."""
+    return sA[None, None, i * (i - 1) // 2 + j]
 
 
 @cute.jit
-def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
+def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
     """cols[8 I ..] <- block (J, I) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
 
     A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
-    rounded to 16 bits in the end. Blocks above the diagonal stay 0.
+    rounded to 16 bits in the end; what is in shared memory has been rounded to it. Blocks above the diagonal stay 0.
     """
     r, c = lane // 4, lane % 4
-    done, b = cute.make_rmem_tensor_like(cols, F32), cute.make_rmem_tensor(((2,), 2, 2), F32)
+    b = cute.make_rmem_tensor(((2,), 2, 2), F32)
     cols.fill(0.0)
     for J in cutlass.range_constexpr(4):
         if wid == J:
-            first = block_of(sA, J, J)
+            first = sD[None, None, J]
             for e in cutlass.range_constexpr(8):
                 cols[e + 8 * J] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
-                done[e + 8 * J] = cols[e + 8 * J]
-            round_tf32(flat(done, 8 * J, 8))
             for I in cutlass.range_constexpr(J + 1, 4):
                 total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
                 total.fill(0.0)
                 last.fill(0.0)
                 for M in cutlass.range_constexpr(J, I):
-                    load_b16(block_of(sA, I, M), lane, b)
-                    mm_tf32(mma, total, flat(done, 8 * M, 8), b)
-                load_b16(block_of(sA, I, I), lane, b)
+                    load_b16(below(sA, I, M), lane, b)
+                    mm_tf32(mma, total, flat(cols, 8 * M, 8), b)
+                load_b16(sD[None, None, I], lane, b)
                 round_tf32(total)
                 mm_tf32(mma, last, total, b)
                 for e in cutlass.range_constexpr(8):
                     cols[e + 8 * I] = -last[e]
-                    done[e + 8 * I] = -last[e]
-                round_tf32(flat(done, 8 * I, 8))
+                round_tf32(flat(cols, 8 * I, 8))
 
 
 # The kernel
@@ -224,7 +217,9 @@ def prepare_kernel(
     gG: cute.Tensor,
     tma_tiles: cute.CopyAtom,
     gTiles: cute.Tensor,
+    mG: cute.Tensor,
     mBeta: cute.Tensor,
+    mBeta16: cute.Tensor,
     mA: cute.Tensor,
     mBias: cute.Tensor,
     mT: cute.Tensor,
@@ -234,6 +229,7 @@ def prepare_kernel(
     scale: F32,
     lower: F32,
     beta_top: F32,
+    beta_bits: I32,
     length: I32,
     steps: I32,
     group: I32,
@@ -252,7 +248,7 @@ def prepare_kernel(
     if start < tokens:
         prepare_chunk(
             (tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles),
-            (mBeta, mA, mBias),
+            (mG, mBeta, mBeta16, beta_bits, mA, mBias),
             (mT, mP, mVec),
             scale,
             lower,
@@ -287,11 +283,12 @@ def prepare_chunk(
 ):
     """The chunk that begins at token t0 and has `left` tokens (or more than 64: then the rest is another chunk's)."""
     tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles = tma
-    mBeta, mA, mBias = gates
+    mG, mBeta, mBeta16, beta_bits, mA, mBias = gates
     mT, mP, mVec = results
     mma_f16, mma_bf16, mma_tf32 = mmas
     lt, lg = layouts
-    dtype, g_type, beta_type, has_gate = kind
+    dtype, g_type, has_gate, is_scalar = kind
+    groups = 1 if cutlass.const_expr(is_scalar) else 16  # of 8 channels that differ in their decays
     is_f16 = cutlass.const_expr(dtype is F16)
     mma_scores = mma_f16 if is_f16 else mma_bf16
     record = number * mVec.shape[1] + hv
@@ -301,14 +298,22 @@ def prepare_chunk(
     r, c = lane // 4, lane % 4
 
     smem = SmemAllocator()
-    sQ, sK, sG = allocate_tile(smem, lt), allocate_tile(smem, lt), allocate_tile(smem, lg, g_type)
+    sQ, sK = allocate_tile(smem, lt), allocate_tile(smem, lt)
+    loads = [(tma_k, sK, gK, h), (tma_q, sQ, gQ, h)]
     # results take the place of what they were made of; a float32 g is of another shape
     sKb, sQg = tile_at(sK, lt, dtype), tile_at(sQ, lt, dtype)
-    sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
-    # A by blocks, those on the diagonal replaced by their inverses; before that, in the same memory, keys as B operands
-    # [8 values, lane, 16-channel step, warp]
-    sA = smem.allocate_tensor(F32, cute.make_layout((16, 16, 10), stride=(PITCH, 1, 16 * PITCH)), byte_alignment=16)
-    sX = cute.make_tensor(cute.recast_ptr(sA.iterator, dtype=dtype), cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)))
+    if cutlass.const_expr(is_scalar):
+        sKr = allocate_tile(smem, lt, dtype)
+    else:
+        sG = allocate_tile(smem, lg, g_type)
+        loads = [(tma_g, sG, gG, hv), *loads]
+        sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
+    # keys as B operands [8 values, lane, 16-channel step, warp]; then, in the same memory, A by blocks below the diagonal. Those
+    # on it are apart, and replaced by their inverses.
+    sX = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
+    blocks = lambda n: cute.make_layout((16, 16, n), stride=(PITCH, 1, 16 * PITCH))
+    sA = cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=F32), blocks(6))
+    sD = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
     # for each block and channel: L_16, e^{-L_16}, e^{G before the block}, e^{G_C - G after it}; then decays of the blocks between
     # two. fp16 can afford a second rounding of what the factors multiply, bf16 cannot.
     wide = F16 if is_f16 else F32
@@ -325,26 +330,35 @@ def prepare_chunk(
     cute.arch.sync_threads()
     if wid == 0:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + cute.size_in_bytes(g_type, lg))
-        for atom, s, g, head in ((tma_g, sG, gG, hv), (tma_k, sK, gK, h), (tma_q, sQ, gQ, h)):
+            g_bytes = 0 if cutlass.const_expr(is_scalar) else cute.size_in_bytes(g_type, lg)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + g_bytes)
+        for atom, s, g, head in loads:
             at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
             s_part, g_part = tma_split(atom, s, at)
             cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
     # so are beta of our two rows and the gate's constants (g's fragments have channels 8 j + r); nobody waits for them yet
-    raw_b, bias = cute.make_rmem_tensor((2,), beta_type), cute.make_rmem_tensor((16,), F32)
+    raw_b, bias = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((groups,), F32)
     for i in cutlass.range_constexpr(2):
-        raw_b[i] = mBeta[t0 + cutlass.min(16 * wid + r + 8 * i, left - 1), hv]
+        t = t0 + cutlass.min(16 * wid + r + 8 * i, left - 1)
+        if beta_bits == 32:
+            raw_b[i] = mBeta[t, hv]
+        else:
+            raw_b[i] = mBeta16[t, hv].to(F32)
     log_a = F32(0.0)
     if cutlass.const_expr(has_gate):
         log_a = mA[hv]
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             bias[j] = mBias[hv, 8 * j + r]
+    rG = cute.make_rmem_tensor(((2, 2), groups, 1), g_type)
+    if cutlass.const_expr(is_scalar):
+        for e in cutlass.range_constexpr(4):
+            rG[e] = mG[t0 + cutlass.min(16 * wid + 2 * c + e % 2 + 8 * (e // 2), left - 1), hv]
     cute.arch.mbarrier_wait(bar, 0)
 
     if left < 64:  # rows past the end belong to someone else
         row = tid // 2
         if row >= left:
-            for s in (sQ, sK, sG):
+            for _, s, _, _ in loads:
                 zero = cute.make_rmem_tensor((1, 8), s.element_type)
                 zero.fill(0.0)
                 for p in cutlass.range_constexpr(8):
@@ -354,9 +368,11 @@ def prepare_chunk(
     # -- log2 decays, g with tokens in pairs (the B operand), and their sums from the block's start. The largest decay of a token
     # bounds what any channel of a state keeps.
     rows = lambda s: cute.local_tile(s, (16, 128), (wid, 0))
-    by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
-    rG = cute.make_rmem_tensor(((2, 2), 16, 1), g_type)
-    if cutlass.const_expr(g_type.width == 16):
+    if cutlass.const_expr(not is_scalar):
+        by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
+    if cutlass.const_expr(is_scalar):
+        pass  # read already
+    elif cutlass.const_expr(g_type.width == 16):
         ldT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16)
         cute.copy(ldT, ldT.get_slice(lane).partition_S(by_channel), ldT.get_slice(lane).retile(rG))
     else:
@@ -366,7 +382,7 @@ def prepare_chunk(
     slope = F32(-LOG2E)
     if cutlass.const_expr(has_gate):
         slope = F32(-LOG2E) * cute.math.exp2(log_a * F32(LOG2E))
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             bias[j] = slope * bias[j]
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     for e in cutlass.range_constexpr(4):  # 0 for rows past the end: they decay nothing
@@ -375,9 +391,9 @@ def prepare_chunk(
     triangle = cute.make_rmem_tensor(((2, 2, 2), 1), F16)
     for e in cutlass.range_constexpr(8):
         triangle[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
-    L = cute.make_rmem_tensor(((2, 2), 1, 16), F32)
+    L = cute.make_rmem_tensor(((2, 2), 1, groups), F32)
     L.fill(0.0)
-    for j in cutlass.range_constexpr(16):
+    for j in cutlass.range_constexpr(groups):
         g2, g16 = cute.make_rmem_tensor(((2, 2), 1), F32), cute.make_rmem_tensor(((2, 2), 1), F16)
         g2.store(cute.make_tensor(rG.iterator + 4 * j, g2.layout).load().to(F32))
         for e in cutlass.range_constexpr(4):
@@ -390,7 +406,7 @@ def prepare_chunk(
         d = corner(L, 4 * j)
         cute.gemm(mma_f16, d, triangle, g16, d)
     if r == 7:  # row 15
-        for j in cutlass.range_constexpr(16):
+        for j in cutlass.range_constexpr(groups):
             pair = cute.make_tensor(L.iterator + 2 + 4 * j, cute.make_layout((1, 2)))
             cute.autovec_copy(pair, cute.local_tile(sSum, (1, 2), (wid, 4 * j + c)))
     cute.arch.sync_threads()
@@ -398,7 +414,7 @@ def prepare_chunk(
     b = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         t = 16 * wid + r + 8 * i
-        x = raw_b[i].to(F32)
+        x = raw_b[i]
         if beta_top > F32(0.0):  # beta is raw
             x = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x * F32(-LOG2E), fastmath=True))
         b[i] = x if t < left else F32(0.0)
@@ -446,7 +462,7 @@ def prepare_chunk(
     # -- thread = channel: what lies before and after each block
     sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
     for i in cutlass.range_constexpr(4):
-        sums[i] = sSum[i, tid]
+        sums[i] = sSum[i, 0 if cutlass.const_expr(is_scalar) else tid]
     whole = sums[0] + sums[1] + sums[2] + sums[3]
     for i in cutlass.range_constexpr(4):
         sBefore[i, tid] = cute.math.exp2(before, fastmath=True).to(wide)
@@ -469,6 +485,7 @@ def prepare_chunk(
     for e in cutlass.range_constexpr(8):
         b8[e] = b[e // 2 % 2].to(wide)
     st = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
+    sum_all = sSum[wid, 0]  # of every channel, where there is one gate
     toKb, toQg, toKr = [st.get_slice(lane).partition_D(rows(s)) for s in (sKb, sQg, sKr)]
     for s in cutlass.range_constexpr(8):
         xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
@@ -476,16 +493,22 @@ def prepare_chunk(
         xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
         sum16, back = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
         pre, post = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((4,), wide)
-        for src, dst in ((sSum, sum16), (sInv, back), (sBefore, pre), (sAfter, post)):
+        tables = ((sInv, back), (sBefore, pre), (sAfter, post))
+        if cutlass.const_expr(is_scalar):
+            sum16.fill(sum_all)
+        else:
+            tables = ((sSum, sum16), *tables)
+        for src, dst in tables:
             for hi in cutlass.range_constexpr(2):
                 pair = cute.make_tensor(dst.iterator + 2 * hi, cute.make_layout((1, 2)))
                 cute.autovec_copy(cute.local_tile(src, (1, 2), (wid, 8 * s + 4 * hi + c)), pair)
         pre8, post8 = cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
         for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
             ri, ch = e // 2 % 2, e % 2 + 2 * (e // 4)
-            up = cute.math.exp2(L[e + 8 * s], fastmath=True)
+            since = L[(e + 8 * s) % (4 * groups)]
+            up = cute.math.exp2(since, fastmath=True)
             xk[e] = xk[e] * inv_k[ri]
-            down[e] = xk[e] * cute.math.exp2(sum16[ch] - L[e + 8 * s], fastmath=True)
+            down[e] = xk[e] * cute.math.exp2(sum16[ch] - since, fastmath=True)
             xk[e] = xk[e] * up
             xq[e] = xq[e] * inv_q[ri] * up
             kd[e] = down[e] * back[ch]
@@ -518,6 +541,14 @@ def prepare_chunk(
                 for a, acc in ((a_k, accA), (a_q, accP)):
                     d = corner(acc, 24 + 4 * nb)
                     cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
+    for nb in cutlass.range_constexpr(2):
+        for ri in cutlass.range_constexpr(2):
+            two = cute.make_rmem_tensor((1, 2), F32)
+            for ci in cutlass.range_constexpr(2):
+                e, row, col = 24 + ci + 2 * ri + 4 * nb, r + 8 * ri, 8 * nb + 2 * c + ci
+                two[ci] = accA[e] * b[ri] if col < row else F32(0.0)
+                accP[e] = accP[e] if col <= row else F32(0.0)
+            cute.autovec_copy(two, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     if wid == 0:
@@ -538,48 +569,46 @@ def prepare_chunk(
                         which = I32(0) if wid == 2 else I32(2)
                     decay = cute.make_rmem_tensor((8,), dtype)
                     for hi in cutlass.range_constexpr(2):
-                        two = cute.make_rmem_tensor((1, 2), dtype)
-                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), two)
+                        of_two = cute.make_rmem_tensor((1, 2), dtype)
+                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), of_two)
                         for nb in cutlass.range_constexpr(2):
-                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = two[0], two[1]
+                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = of_two[0], of_two[1]
                     theirs.store((theirs.load().to(wide) * decay.load().to(wide)).to(dtype))
                 for nb in cutlass.range_constexpr(2):
                     key = cute.make_tensor(theirs.iterator + 4 * nb, cute.make_layout(((2, 2), 1)))
                     for a, acc in ((kl, accA), (ql, accP)):
                         target = corner(acc, 8 * J + 4 * nb)
                         cute.gemm(mma_scores, target, a[None, None, s], key, target)
+    # the diagonal's inverses, two a warp: by the warps that have had least to do
+    if wid == 0:
+        inverse_pair(sD, I32(0), I32(3), lane)
+    if wid == 1:
+        inverse_pair(sD, I32(1), I32(2), lane)
     cute.arch.sync_threads()  # the keys have been read; A takes their place
-
-    # -- A to shared memory, P out
-    diagonal = block_of(sA, wid, wid)
-    for nb in cutlass.range_constexpr(2):
-        for ri in cutlass.range_constexpr(2):
-            row, e = r + 8 * ri, 2 * ri + 4 * nb
-            for ci in cutlass.range_constexpr(2):
-                col = 8 * nb + 2 * c + ci
-                accA[24 + e + ci] = accA[24 + e + ci] if col < row else F32(0.0)
-                accP[24 + e + ci] = accP[24 + e + ci] if col <= row else F32(0.0)
-            for J in cutlass.range_constexpr(4):
-                p0, p1 = F32(0.0), F32(0.0)
-                if cutlass.const_expr(J < 3):  # noqa: SIM102 (decided when compiled, and then when run)
-                    if wid > J:
-                        p0, p1 = accP[8 * J + e], accP[8 * J + e + 1]
-                        store_scaled(block_of(sA, wid, J), row, 4 * nb + c, accA, 8 * J + e, b[ri])
-                if wid == J:
-                    p0, p1 = accP[24 + e], accP[24 + e + 1]
-                store_pair(mP, 64 * record + 16 * wid + row, 16 * J + 8 * nb + 2 * c, p0, p1, dtype)
-            store_scaled(diagonal, row, 4 * nb + c, accA, 24 + e, b[ri])
-    cute.arch.sync_warp()
-    inverse16(diagonal, lane)
+    for J in cutlass.range_constexpr(3):
+        if wid > J:
+            for nb in cutlass.range_constexpr(2):
+                for ri in cutlass.range_constexpr(2):
+                    scaled, e = cute.make_rmem_tensor((1, 2), F32), 2 * ri + 4 * nb + 8 * J
+                    scaled[0], scaled[1] = accA[e] * b[ri], accA[e + 1] * b[ri]
+                    round_tf32(scaled)
+                    cute.autovec_copy(scaled, cute.local_tile(below(sA, wid, J), (1, 2), (r + 8 * ri, 4 * nb + c)))
     cute.arch.sync_threads()
 
-    # -- T^T out
+    # -- T^T and P out
     cols = cute.make_rmem_tensor((32,), F32)
-    inverse_columns(mma_tf32, sA, wid, lane, cols)
+    inverse_columns(mma_tf32, sA, sD, wid, lane, cols)
     for i in cutlass.range_constexpr(4):
         for nb in cutlass.range_constexpr(2):
             for ri in cutlass.range_constexpr(2):
-                e = 2 * ri + 4 * nb + 8 * i
-                store_pair(mT, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c, cols[e], cols[e + 1], dtype)
+                e, row, col = 2 * ri + 4 * nb, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c
+                store_pair(mT, row, col, cols[8 * i + e], cols[8 * i + e + 1], dtype)
+                p0, p1 = F32(0.0), F32(0.0)
+                if cutlass.const_expr(i < 3):
+                    p0 = accP[8 * i + e] if wid > i else p0
+                    p1 = accP[8 * i + e + 1] if wid > i else p1
+                p0 = accP[24 + e] if wid == i else p0
+                p1 = accP[24 + e + 1] if wid == i else p1
+                store_pair(mP, row, col, p0, p1, dtype)
     if wid == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -269,6 +269,7 @@ def walk(
     warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
     thread = tid % 128  # in its warpgroup: the lane it sees
     is_f16 = cutlass.const_expr(dtype is F16)
+    halves = 1 if is_f16 else 2  # of M that are read: fp16 has the mantissa of tf32, and hi is enough
 
     sRing, sV, sM, sT, sP, sO, sVec, sFactor, sTask, bars = shared
     full, empty, s_ready, o_done, o_free = [bars + 2 * b for b in range(5)]
@@ -296,8 +297,8 @@ def walk(
                 if it < num_maps:
                     record = first_map + it * HV
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * MAP_BYTES)
-                    for half in cutlass.range_constexpr(2):
+                        cute.arch.mbarrier_arrive_and_expect_tx(bar, halves * MAP_BYTES)
+                    for half in cutlass.range_constexpr(halves):
                         cute.copy(tma_m, m_g[None, 2 * record + half], m_s[None, 2 * s + half], tma_bar_ptr=bar)
                 else:
                     chunk = from_chunk + it - num_maps
@@ -334,7 +335,7 @@ def walk(
                     cute.arch.mbarrier_wait(full + s, phase)
                     cute.arch.mbarrier_wait(s_ready + s, phase)
                     after_sync()
-                    for a, half in ((hi, 0), (low, 0), (hi, 1)):
+                    for a, half in ((hi, 0), (low, 0), (hi, 1))[: 1 + halves]:
                         issue(mma_s, accS, a, bM[None, None, None, 2 * s + half], True)
                     commit(s_done, empty + s)
             for n in cutlass.range(num_chunks, unroll=1):
@@ -390,7 +391,7 @@ def walk(
             if has_h0 == 0 and cold == 1:
                 cute.autovec_copy(mB[first_segment * HV + hv, thread, None], S)
             for it in cutlass.range(num_maps, unroll=1):
-                # S <- S M + B, S and M pairs of 16-bit values; the product leaves lo lo out
+                # S <- S M + B, S a pair of 16-bit values and so is M in bf16; the product leaves lo lo out
                 if is_f16:
                     keep_in_range(S, F32(0.0), factor)
                 of_b = mB[first_map + it * HV, thread, None]

@@ -103,11 +103,18 @@ def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
 
 
 @cute.jit
-def load_map(tma_m: cute.CopyAtom, parts: cutlass.Constexpr, bar: cute.Pointer, odd: cutlass.Constexpr, record: I32):
-    """M of a segment, hi and lo, into one of the two places."""
+def load_map(
+    tma_m: cute.CopyAtom,
+    parts: cutlass.Constexpr,
+    bar: cute.Pointer,
+    odd: cutlass.Constexpr,
+    halves: cutlass.Constexpr,
+    record: I32,
+):
+    """M of a segment, hi or hi and lo, into one of the two places."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * MAP_BYTES)
-    for half in cutlass.range_constexpr(2):
+        cute.arch.mbarrier_arrive_and_expect_tx(bar, halves * MAP_BYTES)
+    for half in cutlass.range_constexpr(halves):
         s_part, g_part = parts[2 * odd + half]
         cute.copy(tma_m, g_part[None, 2 * record + half], s_part, tma_bar_ptr=bar)
 
@@ -132,16 +139,18 @@ def chain(
 ):
     """accS <- M_{n-1} (... M_0 S + B_0 ...) + B_{n-1}; map i has the number record + i * step.
 
-    S and M are pairs of 16-bit values, hi + lo; their product leaves lo lo out. Maps pass through the memory of the chunks' tiles
-    (a [128, 128] one is two stages of [64, 128]), in two places by turns, so that the next comes while one is applied.
+    S is a pair of 16-bit values, hi + lo, and so is M in bf16 (their product leaves lo lo out); fp16 has the mantissa of tf32,
+    and M's hi is enough. Maps pass through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two
+    places by turns, so that the next comes while one is applied.
     """
     tma_m, gM, mB = maps
+    halves = 1 if cutlass.const_expr(dtype is F16) else 2
     sM = [tile_at(t, lm, dtype) for t in tiles]
     bM = [thr_s.make_fragment_B(thr_s.partition_B(swapped(s))) for s in sM]  # [N = dk out, K = dk in]
     parts = [tma_split(tma_m, s, cute.local_tile(gM, (128, 128), (None, 0))) for s in sM]
     for odd in cutlass.range_constexpr(2):
         if odd < n and is_issuer:
-            load_map(tma_m, parts, bars + odd, odd, record + odd * step)
+            load_map(tma_m, parts, bars + odd, odd, halves, record + odd * step)
     # B of the next step comes while one is multiplied. (Only where a factor is applied to it: else the compiler would load it
     # right into accumulators in flight.)
     is_ahead = cutlass.const_expr(dtype is F16)
@@ -166,7 +175,7 @@ def chain(
                 warpgroup.fence()
                 atom = cute.make_mma_atom(mma_s.op)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
-                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1])):
+                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1]))[: 1 + halves]:
                     for k in cutlass.range_constexpr(8):
                         cute.gemm(atom, accS, seen_as_a(a)[None, None, k], b[None, None, k], accS)
                 warpgroup.commit_group()
@@ -175,7 +184,7 @@ def chain(
                 warpgroup.wait_group(0)
                 both.arrive_and_wait()
                 if i + odd + 2 < n and is_issuer:
-                    load_map(tma_m, parts, bars + odd, odd, record + (i + odd + 2) * step)
+                    load_map(tma_m, parts, bars + odd, odd, halves, record + (i + odd + 2) * step)
 
 
 # The kernel
