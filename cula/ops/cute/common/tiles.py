@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 TF32 = cutlass.TFloat32
@@ -33,11 +33,6 @@ def fake_strided(dtype: Any, shape: tuple[Any, ...], inner: int, align: int = 16
     divisibility = max(1, align * 8 // dtype.width)
     outer = [cute.sym_int64(divisibility=divisibility) for _ in range(len(shape) - inner)]
     return make_fake_tensor(dtype, shape, (*outer, *stride), assumed_align=align)
-
-
-def fake_compact(dtype: Any, *shape: Any, align: int = 16) -> Any:
-    """A contiguous tensor argument."""
-    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
 
 
 def fake_vector(dtype: Any) -> Any:
