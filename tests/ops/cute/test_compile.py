@@ -12,7 +12,7 @@ import pytest
 
 from cula.ops.cute import build
 from cula.ops.cute.variants import MODULES
-from tests.support.ptx import compile_all, compiled
+from tests.support.ptx import BLACKWELL_KDA, compile_all, compiled
 
 MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536
@@ -20,15 +20,13 @@ MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 TENSOR_MEMORY = 512  # columns of an SM
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
-BLACKWELL_KDA = [f"kda_{kind}" for kind in (
-    "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_log_bf16", "f16_gate_bf16_scalar",
-)]  # fmt: skip
 SOME = {} if os.environ.get("CULA_EVERY_VARIANT") else {"sm_100a": BLACKWELL_KDA, "sm_103a": BLACKWELL_KDA[:1]}
 PARTS = 4  # of the package's own kernels, for workers to share
 CASES = [
-    pytest.param(arch, modules, (i, PARTS), SOME.get(arch), id=f"{arch}-{i}")
+    pytest.param(arch, modules, (i, parts), SOME.get(arch), id=f"{arch}-{i}")
     for arch, modules in MODULES.items()
-    for i in range(min(PARTS, len(SOME.get(arch, range(PARTS)))))
+    for parts in [1 if arch in SOME else PARTS]
+    for i in range(parts)
 ]
 CASES += [pytest.param(arch, modules, (0, 1), None, id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
 

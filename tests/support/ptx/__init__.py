@@ -37,10 +37,11 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tests.support.ptx.block import ORDERS
-from tests.support.ptx.simulate import Compiled, Pointer, compile_all, compiled, load, simulate
+from tests.support.ptx.simulate import BLACKWELL_KDA, Compiled, Pointer, compile_all, compiled, load, simulate
 from tests.support.ptx.values import HostError, SimulationError, Unsupported
 
 __all__ = [
+    "BLACKWELL_KDA",
     "ORDERS",
     "Compiled",
     "HostError",
