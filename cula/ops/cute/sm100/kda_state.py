@@ -39,7 +39,7 @@ takes the maps before it through the same ring as its chunks, a map for a chunk.
 | S in 16 bits                   | 128 - 191 | | T, P: two stages                     | 32 K  |
 | R                              | 192 - 255 | | o                                    | 16 K  |
 | U                              | 256 - 319 | | e^{G_C}, b: two stages               | 2 K   |
-| o, two of them (lo of a map)   | 320 - 447 | | factors of rows, two                 | 1 K   |
+| o, two of them; lo of S in maps| 320 - 447 | | factors of rows, two                 | 1 K   |
 | b v - R, U in 16 bits          | 448 - 511 | |                                      |       |
 """
 
