@@ -59,7 +59,6 @@ def describe_device(device: torch.device | str | None = None) -> str:
 
 def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable[..., Any]:
     """The fastest KDA prefill with `chunk_kda`'s signature for a device: fused where one exists, else the modular path."""
-    from cula.kda import chunk_kda
+    from cula.kda.chunk import chunk_kda, fused_kda
 
-    compute_capability(_device(device))  # a device that does not exist is an error here, not at the first call
-    return chunk_kda
+    return fused_kda if is_hopper(device) or is_blackwell(device) else chunk_kda

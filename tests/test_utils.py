@@ -4,6 +4,7 @@ import torch
 
 from cula import contract, utils
 from cula.kda import chunk_kda
+from cula.kda.chunk import fused_kda
 
 
 def test_a_cpu_has_no_compute_capability():
@@ -32,3 +33,11 @@ def test_architectures_by_compute_capability(monkeypatch, sm, hopper, blackwell)
 
 def test_the_modular_path_where_nothing_is_fused():
     assert utils.get_kda_fused_fwd("cpu") is chunk_kda
+
+
+@pytest.mark.parametrize(
+    ("sm", "is_fused"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_the_fused_path_where_there_is_one(monkeypatch, sm, is_fused):
+    monkeypatch.setattr(contract, "_capability_of", lambda index: sm)
+    assert (utils.get_kda_fused_fwd("cuda:0") is fused_kda) is is_fused

@@ -6,6 +6,8 @@ For code that calls FLA: changing the import line is all. States are `[N, HV, K,
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -55,7 +57,45 @@ def chunk_kda(
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`; states in the layout given.
     """
-    who = "chunk_kda"
+    return _chunk_kda("chunk_kda", _modular_backend(q), **locals())
+
+
+@functools.wraps(chunk_kda)
+def fused_kda(*args: Any, **kwargs: Any) -> Any:
+    """`chunk_kda` on the fastest kernels that serve the call: the fused ones of Hopper and Blackwell where they do."""
+    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _chunk_kda("fused_kda", "auto", **bound.arguments)
+
+
+def _chunk_kda(
+    who: str,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    disable_recompute: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    cp_context: Any,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    chunk_size: int,
+    transpose_state_layout: bool | None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     if cp_context is not None:
         from cula.dist.cp import kda_from_cp_context
 
@@ -103,7 +143,7 @@ def chunk_kda(
     problem, x = contract.check_kda(KdaInputs(q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens), options, who)
     if q.device.type == "cpu":
         contract.check_cu_seqlens_values(cu_seqlens, q, who)
-    result = operators.kda(problem, x, _modular_backend(q))
+    result = operators.kda(problem, x, backend)
     final_state = _swap(result.final_state, state_v_first)
     if return_intermediate_states:
         assert result.states is not None

@@ -8,6 +8,7 @@ import torch
 
 from cula import reference
 from cula.kda import chunk_kda, fused_recurrent_kda, kda_prefill_blackwell, kda_prefill_hopper
+from cula.kda.chunk import fused_kda
 from cula.reference import relative_error
 from tests.support.calls import KdaCall
 
@@ -26,7 +27,7 @@ def test_the_signature_is_flas():
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda, fused_kda])
 def test_state_layout(function, v_first):
     call = KdaCall(T=40, K=32, V=64, gate="softplus", norm=True)
     t = call.tensors()

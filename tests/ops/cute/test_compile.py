@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuTe kernels compile and fit, for every architecture of the table, without a GPU.
+"""Every CuTe kernel compiles and fits, for every architecture of the table, without a GPU."""
 
-All of Hopper's. Of Blackwell's, whose variants differ only in the prepare kernel that is compiled in full for Hopper, those that
-the interpreter runs: between them they have every type and flag. `CULA_EVERY_VARIANT=1` compiles the rest too (three minutes).
-"""
-
-import os
 from pathlib import Path
 
 import pytest
@@ -20,15 +15,9 @@ MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 TENSOR_MEMORY = 512  # columns of an SM
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
-SOME = {} if os.environ.get("CULA_EVERY_VARIANT") else {"sm_100a": BLACKWELL_KDA, "sm_103a": BLACKWELL_KDA[:1]}
 PARTS = 4  # of the package's own kernels, for workers to share
-CASES = [
-    pytest.param(arch, modules, (i, parts), SOME.get(arch), id=f"{arch}-{i}")
-    for arch, modules in MODULES.items()
-    for parts in [1 if arch in SOME else PARTS]
-    for i in range(parts)
-]
-CASES += [pytest.param(arch, modules, (0, 1), None, id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
+CASES = [pytest.param(arch, modules, (i, PARTS), id=f"{arch}-{i}") for arch, modules in MODULES.items() for i in range(PARTS)]
+CASES += [pytest.param(arch, modules, (0, 1), id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
 
 needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -54,9 +43,9 @@ def complaints(facts: build.Facts) -> list[str]:
 
 
 @needs_dsl
-@pytest.mark.parametrize(("arch", "modules", "part", "names"), CASES)
-def test_kernels_compile_and_fit(arch, modules, part, names):
-    wrong = {facts.name: found for facts in compile_all(arch, modules, part, names) if (found := complaints(facts))}
+@pytest.mark.parametrize(("arch", "modules", "part"), CASES)
+def test_kernels_compile_and_fit(arch, modules, part):
+    wrong = {facts.name: found for facts in compile_all(arch, modules, part) if (found := complaints(facts))}
     assert not wrong
 
 
