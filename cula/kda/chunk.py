@@ -107,6 +107,7 @@ def _chunk_kda(
             beta,
             cp_context,
             who=who,
+            depth=1,  # this function's
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,
