@@ -174,10 +174,10 @@ def check_kda(x: KdaInputs, options: KdaOptions, who: str = "cula_kda") -> tuple
         unit_last_stride(v),
         g_unit,
         beta,
-        A_log,
-        dt_bias,
+        None if A_log is None else A_log.contiguous(),
+        None if dt_bias is None else dt_bias.contiguous(),
         None if h0 is None else h0.contiguous(),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int32),
+        None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
     )
 
 
@@ -269,7 +269,7 @@ def check_lightning(
         unit_last_stride(v),
         decay.contiguous(),
         None if h0 is None else h0.contiguous(),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int32),
+        None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
     )
 
 

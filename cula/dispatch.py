@@ -181,6 +181,8 @@ def _cute_why_not_kda(p: KdaProblem) -> str | None:
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in (torch.bfloat16, torch.float32):
             return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
+    if p.B * p.T // 64 + p.N >= 2**16:
+        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
     if (p.B * p.T + 64 * p.N) * p.HV >= 2**25:
         return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
     if p.options.return_intermediate_states:

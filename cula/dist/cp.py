@@ -217,7 +217,6 @@ def kda_from_cp_context(
     cp_context: Any,
     *,
     who: str = "cula_kda",
-    depth: int = 0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     **kwargs: Any,
@@ -228,7 +227,6 @@ def kda_from_cp_context(
         q, k, v, g, beta: this rank's even slice of the packed tokens, B == 1.
         cp_context: an object with `group`, `cu_seqlens` (offsets of this rank's tokens) and either `pre_num_ranks` and
             `post_num_ranks` or `is_first_rank` and `is_last_rank`: how far the first and the last local sequence reach.
-        depth: frames between this and its caller beyond one, for the warning to name the user's line.
         initial_state, output_final_state: as in FLA, not with a context; `cula.dist.cula_kda_cp` has them.
         **kwargs: options of `cula_kda`; `cu_seqlens` among them is the context's and is not read.
 
@@ -239,7 +237,7 @@ def kda_from_cp_context(
         f"{who}: cp_context= is deprecated; call cula.dist.cula_kda_cp(..., sp_group=group, sp_mode='split') with the "
         "global cu_seqlens",
         DeprecationWarning,
-        stacklevel=4 + depth,  # the caller of level 1; one frame is that of torch.compiler.disable
+        stacklevel=4,  # the caller of level 1; one frame is that of torch.compiler.disable
     )
     if initial_state is not None or output_final_state:
         raise ValueError(f"{who}: cp_context= takes no initial_state and gives no final state; use cula.dist.cula_kda_cp")

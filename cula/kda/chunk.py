@@ -7,7 +7,6 @@ For code that calls FLA: changing the import line is all. States are `[N, HV, K,
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = contract.CHUNK,
     transpose_state_layout: bool | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """KDA by chunks, as `fla.ops.kda.chunk_kda`. Runs the modular kernels: Triton on a GPU, PyTorch elsewhere.
 
@@ -53,49 +53,12 @@ def chunk_kda(
         cu_seqlens_cpu: accepted for FLA's callers; not needed.
         chunk_size: 32 or 64, a hint: the result does not depend on it.
         transpose_state_layout: FLA's old name of `state_v_first`.
+        backend: one by name, or "auto" for the fastest that serves the call; None for the modular kernels.
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`; states in the layout given.
     """
-    return _chunk_kda("chunk_kda", _modular_backend(q), **locals())
-
-
-@functools.wraps(chunk_kda)
-def fused_kda(*args: Any, **kwargs: Any) -> Any:
-    """`chunk_kda` on the fastest kernels that serve the call: the fused ones of Hopper and Blackwell where they do."""
-    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _chunk_kda("fused_kda", "auto", **bound.arguments)
-
-
-def _chunk_kda(
-    who: str,
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    disable_recompute: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    cp_context: Any,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    chunk_size: int,
-    transpose_state_layout: bool | None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    who = "chunk_kda"
     if cp_context is not None:
         from cula.dist.cp import kda_from_cp_context
 
@@ -107,7 +70,6 @@ def _chunk_kda(
             beta,
             cp_context,
             who=who,
-            depth=1,  # this function's
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,
@@ -144,13 +106,17 @@ def _chunk_kda(
     problem, x = contract.check_kda(KdaInputs(q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens), options, who)
     if q.device.type == "cpu":
         contract.check_cu_seqlens_values(cu_seqlens, q, who)
-    result = operators.kda(problem, x, backend)
+    result = operators.kda(problem, x, _modular_backend(q) if backend is None else backend)
     final_state = _swap(result.final_state, state_v_first)
     if return_intermediate_states:
         assert result.states is not None
         states = result.states if state_v_first else result.states.transpose(-1, -2).contiguous()
         return result.o, final_state, states
     return result.o, final_state
+
+
+# The fused kernels of Hopper and Blackwell where they serve the call, with the same signature.
+fused_kda = functools.partial(chunk_kda, backend="auto")
 
 
 @torch.no_grad()

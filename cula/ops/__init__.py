@@ -2,8 +2,8 @@
 """Raw kernels: tensors in, tensors out. No autograd, no choice of backend, no checks of user input.
 
 Every backend is a folder here whose modules export the same names, so that swapping one for another is importing
-another module. Arguments have passed `cula.contract`: shapes agree, last dimensions are contiguous (other strides may
-be anything), offsets are int32.
+another module. Arguments have passed `cula.contract`: shapes agree, last dimensions of tokens are contiguous (other strides
+may be anything), offsets are int32; they, states and a gate's parameters are contiguous.
 
 | module         | function                                         | returns                                         |
 |----------------|--------------------------------------------------|-------------------------------------------------|

@@ -169,6 +169,19 @@ def test_strided_views_are_read_right(backend, device):
         assert torch.equal(a, b)
 
 
+def test_strided_parameters_and_offsets_are_read_right(backend, device):
+    call = KdaCall(gate="softplus", lens=(40, 0, 30), HV=2)
+    tensors = call.tensors(device)
+    tensors["dt_bias"] = tensors["dt_bias"][:1].expand(2, -1)
+    views = dict(tensors)
+    tensors["dt_bias"] = tensors["dt_bias"].contiguous()
+    for name in ("A_log", "cu_seqlens"):
+        views[name] = torch.stack([tensors[name], tensors[name] + 1], dim=1)[:, 0]  # every second number
+        assert not views[name].is_contiguous()
+    for a, b in zip(run(call, backend, device, views), run(call, backend, device, tensors)):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("call", [KdaCall(T=130, B=2), KdaCall(lens=(130, 0, 64, 10))], ids=str)
 def test_intermediate_states_are_those_at_chunk_starts(backend, device, call):
     tensors = call.tensors(device)

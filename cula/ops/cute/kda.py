@@ -18,7 +18,7 @@ from torch import Tensor
 from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import TMA_BYTES, as_tokens, stream_of
+from cula.ops.cute.tensors import TMA_BYTES, as_states, as_tokens, stream_of
 
 # by compute capability
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -95,7 +95,7 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
         v=as_tokens(x.v),
         g=as_tokens(x.g),
         beta=as_tokens(x.beta),
-        initial_state=None if x.initial_state is None else x.initial_state.contiguous(),
+        initial_state=None if x.initial_state is None else as_states(x.initial_state),
     )
     work = torch.empty(cut.bytes(p.HV), dtype=torch.uint8, device=device)
     absent = _no_gate(device, p.HV)
@@ -114,7 +114,7 @@ def kda_fwd_again(
     o_shape, ht_shape = (p.B, p.T, p.HV, V), (p.N, p.HV, V, K)
     o = torch.empty(o_shape, dtype=torch.bfloat16, device=device) if out is None else out
     ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if p.options.output_final_state else None
-    if any(as_tokens(t) is not t for t in (*x[:5], o)) or not (x.initial_state is None or x.initial_state.is_contiguous()):
+    if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     cut = _cut_on(p, device)
     kernel, work_bytes, absent, numbers = (
@@ -123,7 +123,7 @@ def kda_fwd_again(
         _no_gate(device, p.HV),
         _numbers(p, x, cut, o, ht),
     )
-    has_ht = ht is not None
+    has_ht, has_scalar_gate = ht is not None, p.has_scalar_gate
     del o, ht
 
     def again(x: KdaInputs, out: Tensor | None) -> KdaForward | None:
@@ -131,7 +131,8 @@ def kda_fwd_again(
         ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if has_ht else None
         work = torch.empty(work_bytes, dtype=torch.uint8, device=device)
         addresses = _addresses(x, absent, o, ht, work)
-        if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[7]) % TMA_BYTES:
+        q, k, v, g, _, _, _, to, h0, *_ = addresses
+        if (q | k | v | to | h0 | (0 if has_scalar_gate else g)) % TMA_BYTES:
             return None
         kernel(*addresses, *numbers, stream_of(device))
         return KdaForward(o, ht, None)

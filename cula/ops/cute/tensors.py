@@ -12,15 +12,21 @@ TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of thi
 
 
 def as_tokens(t: Tensor) -> Tensor:
-    """[B, T, H, D] or [B, T, H] whose first two dimensions flatten into one and which TMA can address; a copy only where it is
-    not so already."""
+    """[B, T, H, D] or [B, T, H] whose first two dimensions flatten into one with the stride of the second, and which TMA can
+    address; a copy only where it is not so already."""
     unit = TMA_BYTES // t.element_size() if t.dim() == 4 else 1
     B, T = t.shape[:2]
     stride = t.stride()
-    is_flat = B == 1 or T == 1 or stride[0] == T * stride[1]
-    if is_flat and stride[-1] == 1 and not any(s % unit for s in stride[:-1]) and not (t.dim() == 4 and t.data_ptr() % TMA_BYTES):
+    is_flat = B == 1 or stride[0] == T * stride[1]
+    is_spread = all(s > 0 and s % unit == 0 for s in stride[:-1])  # a dimension that was expanded has stride 0
+    if is_flat and is_spread and stride[-1] == 1 and (t.dim() == 3 or t.data_ptr() % TMA_BYTES == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)
+
+
+def as_states(t: Tensor) -> Tensor:
+    """Contiguous states at an address that is read 16 bytes at a time."""
+    return t if t.data_ptr() % TMA_BYTES == 0 else t.clone()
 
 
 def stream_of(device: torch.device) -> int:

@@ -306,6 +306,8 @@ def test_again_is_for_tensors_that_need_no_copy(launched):
     assert again(x, None) is not None
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
     assert again(x._replace(q=odd), None) is None
+    odd_state = torch.empty(x.initial_state.numel() + 1)[1:].view(x.initial_state.shape)
+    assert again(x._replace(initial_state=odd_state), None) is None
     longer = torch.cat([x.q, x.q], dim=1)
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, ::2])) is not None
@@ -382,6 +384,8 @@ HOPPER = KdaProblem(
         ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, "keeps nothing for the backward"),
         ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
         ({"T": 0}, "at least one token"),
+        ({"T": 2**22, "H": 1, "HV": 1}, "fewer than 2^22 tokens a call"),
+        ({"T": 2**21, "H": 64, "HV": 64}, "fewer than 2^25 tokens times value heads"),
     ],
     ids=str,
 )
