@@ -54,6 +54,7 @@ from cula.ops.cute.common.tiles import (
     allocate_tile,
     swapped,
     tile_at,
+    tile_layout,
     tma_split,
 )
 
@@ -64,6 +65,7 @@ BETA, BOUND = 128, 192  # where they begin
 # The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
 # back here, what is left is the error of rounding, without an instruction for each.
 UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
+UNROLL = 2  # of the loops over sixteen channels: code that fits the instruction cache
 PITCH = 20  # floats a row of a 16x16 block in shared memory: rows of whole 16 bytes, and 8 rows of 8 bytes meet no bank twice
 
 
@@ -96,21 +98,52 @@ def corner(t, start):
 
 
 @cute.jit
-def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: cutlass.Constexpr):
+def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: I32, dtype: cutlass.Constexpr = BF16):
     """Channels 16 s .. 16 s + 15 of the warp's rows: 8 values [ci, ri, hi], channel 8 hi + 2 c + ci, row r + 8 ri."""
-    out = cute.make_rmem_tensor((8,), BF16)
+    out = cute.make_rmem_tensor((8,), dtype)
     as_a = cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
     cute.copy(ld, src[None, None, s], ld.get_slice(lane).retile(as_a)[None, None, 0])
     return out
 
 
 @cute.jit
-def store_pair(dst: cute.Tensor, row: I32, col: I32, x: F32, y: F32, dtype: cutlass.Constexpr):
-    """Two neighbouring values to global memory, rounded, in one store; col is even."""
-    pair, out = cute.make_rmem_tensor((1, 2), F32), cute.make_rmem_tensor((1, 2), dtype)
-    pair[0], pair[1] = x, y
-    out.store(pair.load().to(dtype))
-    cute.autovec_copy(out, cute.local_tile(dst, (1, 2), (row, col // 2)))
+def read_factors(table: cute.Tensor, row: I32, s: I32, c: I32, out: cute.Tensor):
+    """A table's row at channels 16 s + 8 hi + 2 c + ci, for [ci, hi]."""
+    for hi in cutlass.range_constexpr(2):
+        pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((1, 2)))
+        cute.autovec_copy(cute.local_tile(table, (1, 2), (row, 8 * s + 4 * hi + c)), pair)
+
+
+@cute.jit
+def activate(
+    raw: cute.Tensor,
+    out: cute.Tensor,
+    slope: F32,
+    bias: F32,
+    unit: cute.Tensor,
+    top: cute.Tensor,
+    has_gate: cutlass.Constexpr,
+):
+    """Log2 decays of four tokens of a channel: raw * unit, or sigmoid / unit; `top` keeps the largest that each token has had."""
+    x = cute.make_rmem_tensor((4,), F32)
+    for e in cutlass.range_constexpr(4):
+        x[e] = raw[e].to(F32)
+        if cutlass.const_expr(has_gate):
+            x[e] = cute.arch.rcp_approx(cute.math.exp2(slope * x[e] + bias, fastmath=True) * unit[e] + unit[e])
+        else:
+            x[e] = x[e] * unit[e]
+        top[e] = cute.arch.fmax(top[e], x[e])
+    flat(out, 0, 4).store(x.load().to(F16))
+
+
+@cute.jit
+def store_rows(s: cute.Tensor, m: cute.Tensor, first: I32, wid: I32, lane: I32):
+    """The warp's 16 rows of a [64, 64] tile that it has just written to shared memory, to rows `first`.. of m."""
+    cute.arch.sync_warp()
+    for p in cutlass.range_constexpr(4):
+        row = 16 * wid + 4 * p + lane // 8
+        cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (first + row, lane % 8)))
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -136,8 +169,13 @@ def inverse_pair(blocks: cute.Tensor, first: I32, second: I32, lane: I32):
         x[i] = F32(1.0) if j == i else F32(0.0)
         if cutlass.const_expr(i > 0):
             cute.autovec_copy(block[i, None], row)
+        other = F32(0.0)  # two sums, half the latency
         for m in cutlass.range_constexpr(i):
-            x[i] = x[i] - row[m] * x[m]
+            if cutlass.const_expr(m % 2 == i % 2):
+                other = other - row[m] * x[m]
+            else:
+                x[i] = x[i] - row[m] * x[m]
+        x[i] = x[i] + other
     cute.arch.sync_warp()
     round_tf32(x)
     for i in cutlass.range_constexpr(16):
@@ -176,32 +214,30 @@ def below(sA, i, j):
 
 @cute.jit
 def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
-    """cols[8 I ..] <- block (J, I) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
+    """cols[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
 
     A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
-    rounded to 16 bits in the end; what is in shared memory has been rounded to it. Blocks above the diagonal stay 0.
+    rounded to 16 bits in the end; what is in shared memory has been rounded to it.
     """
     r, c = lane // 4, lane % 4
-    b = cute.make_rmem_tensor(((2,), 2, 2), F32)
-    cols.fill(0.0)
-    for J in cutlass.range_constexpr(4):
-        if wid == J:
-            first = sD[None, None, J]
+    first = sD[None, None, wid]
+    for e in cutlass.range_constexpr(8):
+        cols[e] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
+    for d in cutlass.range_constexpr(1, 4):
+        if wid + d < 4:
+            b = cute.make_rmem_tensor(((2,), 2, 2), F32)
+            total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
+            total.fill(0.0)
+            last.fill(0.0)
+            for m in cutlass.range_constexpr(d):
+                load_b16(below(sA, wid + d, wid + m), lane, b)
+                mm_tf32(mma, total, flat(cols, 8 * m, 8), b)
+            load_b16(sD[None, None, wid + d], lane, b)
+            round_tf32(total)
+            mm_tf32(mma, last, total, b)
             for e in cutlass.range_constexpr(8):
-                cols[e + 8 * J] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
-            for I in cutlass.range_constexpr(J + 1, 4):
-                total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
-                total.fill(0.0)
-                last.fill(0.0)
-                for M in cutlass.range_constexpr(J, I):
-                    load_b16(below(sA, I, M), lane, b)
-                    mm_tf32(mma, total, flat(cols, 8 * M, 8), b)
-                load_b16(sD[None, None, I], lane, b)
-                round_tf32(total)
-                mm_tf32(mma, last, total, b)
-                for e in cutlass.range_constexpr(8):
-                    cols[e + 8 * I] = -last[e]
-                round_tf32(flat(cols, 8 * I, 8))
+                cols[e + 8 * d] = -last[e]
+            round_tf32(flat(cols, 8 * d, 8))
 
 
 # The kernel
@@ -288,7 +324,6 @@ def prepare_chunk(
     mma_f16, mma_bf16, mma_tf32 = mmas
     lt, lg = layouts
     dtype, g_type, has_gate, is_scalar = kind
-    groups = 1 if cutlass.const_expr(is_scalar) else 16  # of 8 channels that differ in their decays
     is_f16 = cutlass.const_expr(dtype is F16)
     mma_scores = mma_f16 if is_f16 else mma_bf16
     record = number * mVec.shape[1] + hv
@@ -308,17 +343,28 @@ def prepare_chunk(
         sG = allocate_tile(smem, lg, g_type)
         loads = [(tma_g, sG, gG, hv), *loads]
         sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
+    sDecay = tile_at(sKr, lt, F16)
+    # k e^L and q e^L between the passes. fp16 can afford to round them before the last factors are multiplied in, bf16 cannot.
+    wide = F16 if is_f16 else F32
+    sKl, sQl = sKb, sQg
+    if cutlass.const_expr(not is_f16):
+        sKl, sQl = allocate_tile(smem, lt, dtype), allocate_tile(smem, lt, dtype)
+    # For each block and channel: L_16, e^{-L_16}, e^{G before the block}, e^{G_C - G after it}; then decays of the blocks between
+    # two. When these have been used, P and T pass here on their way out.
+    lsq = tile_layout(64, 64, dtype=dtype)
+    tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
+    sOut = cute.make_tensor(cute.recast_ptr(tables, lsq.inner, dtype), lsq.outer)
+    table = lambda at, t, n: cute.make_tensor(cute.recast_ptr(tables + at, dtype=t), cute.make_layout((n, 128), stride=(128, 1)))
+    half = 512 * wide.width // 8
+    sSum, sInv = table(0, F32, 4), table(2048, F32, 4)
+    sBefore, sAfter, sBetween = table(4096, wide, 4), table(4096 + half, wide, 4), table(4096 + 2 * half, dtype, 3)
     # keys as B operands [8 values, lane, 16-channel step, warp]; then, in the same memory, A by blocks below the diagonal. Those
     # on it are apart, and replaced by their inverses.
     sX = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
     blocks = lambda n: cute.make_layout((16, 16, n), stride=(PITCH, 1, 16 * PITCH))
     sA = cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=F32), blocks(6))
     sD = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
-    # for each block and channel: L_16, e^{-L_16}, e^{G before the block}, e^{G_C - G after it}; then decays of the blocks between
-    # two. fp16 can afford a second rounding of what the factors multiply, bf16 cannot.
-    wide = F16 if is_f16 else F32
-    table = lambda t, n: smem.allocate_tensor(t, cute.make_layout((n, 128), stride=(128, 1)), byte_alignment=16)
-    sSum, sInv, sBefore, sAfter, sBetween = table(F32, 4), table(F32, 4), table(wide, 4), table(wide, 4), table(dtype, 3)
+    sBias = smem.allocate_tensor(F32, cute.make_layout(128), byte_alignment=16)
     sBound = smem.allocate_tensor(F32, cute.make_layout(4), byte_alignment=16)
     bar = smem.allocate_array(cutlass.Int64, 1)
 
@@ -336,23 +382,23 @@ def prepare_chunk(
             at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
             s_part, g_part = tma_split(atom, s, at)
             cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
-    # so are beta of our two rows and the gate's constants (g's fragments have channels 8 j + r); nobody waits for them yet
-    raw_b, bias = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((groups,), F32)
+    # so are beta of our two rows and the gate's constants; nobody waits for them yet
+    raw_b = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         t = t0 + cutlass.min(16 * wid + r + 8 * i, left - 1)
         if beta_bits == 32:
             raw_b[i] = mBeta[t, hv]
         else:
             raw_b[i] = mBeta16[t, hv].to(F32)
-    log_a = F32(0.0)
-    if cutlass.const_expr(has_gate):
-        log_a = mA[hv]
-        for j in cutlass.range_constexpr(groups):
-            bias[j] = mBias[hv, 8 * j + r]
-    rG = cute.make_rmem_tensor(((2, 2), groups, 1), g_type)
+    rG = cute.make_rmem_tensor(((2, 2), 1), g_type)  # one gate a head: those of our rows
     if cutlass.const_expr(is_scalar):
         for e in cutlass.range_constexpr(4):
             rG[e] = mG[t0 + cutlass.min(16 * wid + 2 * c + e % 2 + 8 * (e // 2), left - 1), hv]
+    slope = F32(-LOG2E)
+    if cutlass.const_expr(has_gate):
+        slope = F32(-LOG2E) * cute.math.exp2(mA[hv] * F32(LOG2E))
+        sBias[tid] = slope * mBias[hv, tid]
+        cute.arch.sync_threads()
     cute.arch.mbarrier_wait(bar, 0)
 
     if left < 64:  # rows past the end belong to someone else
@@ -365,50 +411,71 @@ def prepare_chunk(
                     cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 2 * 8 + p)))
         cute.arch.sync_threads()
 
-    # -- log2 decays, g with tokens in pairs (the B operand), and their sums from the block's start. The largest decay of a token
-    # bounds what any channel of a state keeps.
+    # -- log2 decays, read with tokens in pairs (the B operand of their sums) and left in their places as fp16. The largest decay of
+    # a token bounds what any channel of a state keeps.
     rows = lambda s: cute.local_tile(s, (16, 128), (wid, 0))
-    if cutlass.const_expr(not is_scalar):
-        by_channel = swapped(rows(sG))  # [128 channels, 16 tokens]
-    if cutlass.const_expr(is_scalar):
-        pass  # read already
-    elif cutlass.const_expr(g_type.width == 16):
-        ldT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16)
-        cute.copy(ldT, ldT.get_slice(lane).partition_S(by_channel), ldT.get_slice(lane).retile(rG))
-    else:
-        for j in cutlass.range_constexpr(16):
-            for e in cutlass.range_constexpr(4):
-                rG[e + 4 * j] = by_channel[8 * j + r, 2 * c + e % 2 + 8 * (e // 2)]
-    slope = F32(-LOG2E)
-    if cutlass.const_expr(has_gate):
-        slope = F32(-LOG2E) * cute.math.exp2(log_a * F32(LOG2E))
-        for j in cutlass.range_constexpr(groups):
-            bias[j] = slope * bias[j]
+    by_channel = lambda s: swapped(rows(s))  # [128 channels, 16 tokens]
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
-    for e in cutlass.range_constexpr(4):  # 0 for rows past the end: they decay nothing
+    for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
         token = 16 * wid + 2 * c + e % 2 + 8 * (e // 2)
-        unit[e] = (lower * F32(LOG2E) if cutlass.const_expr(has_gate) else F32(LOG2E)) if token < left else F32(0.0)
-    triangle = cute.make_rmem_tensor(((2, 2, 2), 1), F16)
+        if cutlass.const_expr(has_gate):
+            unit[e] = cutlass.max(F32(-1e37), F32(1.0) / (lower * F32(LOG2E))) if token < left else F32(-1e37)
+        else:
+            unit[e] = F32(LOG2E) if token < left else F32(0.0)
+    top.fill(-1e30)
+    until, after = [cute.make_rmem_tensor(((2, 2, 2), 1), F16) for _ in range(2)]  # triangles of ones: i <= t, i > t
     for e in cutlass.range_constexpr(8):
-        triangle[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
-    L = cute.make_rmem_tensor(((2, 2), 1, groups), F32)
-    L.fill(0.0)
-    for j in cutlass.range_constexpr(groups):
-        g2, g16 = cute.make_rmem_tensor(((2, 2), 1), F32), cute.make_rmem_tensor(((2, 2), 1), F16)
-        g2.store(cute.make_tensor(rG.iterator + 4 * j, g2.layout).load().to(F32))
-        for e in cutlass.range_constexpr(4):
-            x = g2[e]
-            if cutlass.const_expr(has_gate):
-                x = cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(slope * x + bias[j], fastmath=True))
-            g2[e] = x * unit[e]
-            top[e] = g2[e] if cutlass.const_expr(j == 0) else cute.arch.fmax(top[e], g2[e])
-        g16.store(g2.load().to(F16))
-        d = corner(L, 4 * j)
-        cute.gemm(mma_f16, d, triangle, g16, d)
-    if r == 7:  # row 15
-        for j in cutlass.range_constexpr(groups):
-            pair = cute.make_tensor(L.iterator + 2 + 4 * j, cute.make_layout((1, 2)))
-            cute.autovec_copy(pair, cute.local_tile(sSum, (1, 2), (wid, 4 * j + c)))
+        until[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
+        after[e] = F16(1.0) - until[e]
+    ldT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), F16), mma_f16).get_slice(lane)
+    stT = cute.make_tiled_copy_B(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), F16), mma_f16).get_slice(lane)
+    decays = ldT.partition_S(by_channel(sDecay))
+    L_scalar, rest_scalar = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
+    if cutlass.const_expr(is_scalar):
+        g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
+        activate(rG, g16, slope, sBias[0], unit, top, has_gate)
+        L_scalar.fill(0.0)
+        rest_scalar.fill(0.0)
+        cute.gemm(mma_f16, L_scalar, until, g16, L_scalar)
+        cute.gemm(mma_f16, rest_scalar, after, g16, rest_scalar)
+        if r == 7:  # row 15, of every channel
+            for j in cutlass.range_constexpr(16):
+                sSum[wid, 8 * j + 2 * c], sSum[wid, 8 * j + 2 * c + 1] = L_scalar[2], L_scalar[3]
+    # squares of rows, the diagonal of x x^T, come with it
+    ld = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BF16), mma_bf16)
+    ld_n = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BF16), mma_bf16)
+    srcQ, srcK = [ld.get_slice(lane).partition_S(rows(s)) for s in (sQ, sK)]
+    qq, kk = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]
+    qq.fill(0.0)
+    kk.fill(0.0)
+    for s in cutlass.range(8, unroll=UNROLL):
+        for src, tile, xx in ((srcQ, sQ, qq), (srcK, sK, kk)):
+            as_rows, as_columns = read_rows(ld, src, lane, s), cute.make_rmem_tensor(((2, 2), 2, 1), BF16)
+            columns = ld_n.get_slice(lane).partition_S(rows(tile))
+            cute.copy(ld_n, columns[None, None, s], ld_n.get_slice(lane).retile(as_columns)[None, None, 0])
+            for i in cutlass.range_constexpr(2):
+                of_half = cute.make_tensor(as_columns.iterator + 4 * i, cute.make_layout(((2, 2), 1)))
+                xx_i = corner(xx, 4 * i)
+                cute.gemm(mma_bf16, xx_i, cute.make_tensor(as_rows.iterator, cute.make_layout(((2, 2, 2), 1))), of_half, xx_i)
+        if cutlass.const_expr(not is_scalar):
+            raw_g, decay16 = cute.make_rmem_tensor(((2, 2), 2, 1), g_type), cute.make_rmem_tensor(((2, 2), 2, 1), F16)
+            if cutlass.const_expr(g_type.width == 16):
+                ldG = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16).get_slice(lane)
+                cute.copy(ldG, ldG.partition_S(by_channel(sG))[None, s, 0], ldG.retile(raw_g)[None, 0, 0])
+            else:
+                wide_g = by_channel(sG)
+                for e in cutlass.range_constexpr(8):
+                    raw_g[e] = wide_g[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
+            for j in cutlass.range_constexpr(2):
+                four = cute.make_tensor(decay16.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
+                activate(flat(raw_g, 4 * j, 4), four, slope, sBias[16 * s + 8 * j + r], unit, top, has_gate)
+                prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
+                prefix.fill(0.0)
+                cute.gemm(mma_f16, prefix, until, four, prefix)
+                if r == 7:  # row 15
+                    last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((1, 2)))
+                    cute.autovec_copy(last_row, cute.local_tile(sSum, (1, 2), (wid, 8 * s + 4 * j + c)))
+            cute.copy(stT, stT.retile(decay16)[None, 0, 0], stT.partition_D(by_channel(sDecay))[None, s, 0])
     cute.arch.sync_threads()
 
     b = cute.make_rmem_tensor((2,), F32)
@@ -421,22 +488,10 @@ def prepare_chunk(
         if c == 0:
             mVec[number, hv, BETA + t] = b[i]
 
-    # -- norms of rows r and r + 8. The fragments are read again below, sixteen channels at a time: registers are scarce.
-    ld = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BF16), mma_bf16)
-    srcQ, srcK = [ld.get_slice(lane).partition_S(rows(s)) for s in (sQ, sK)]
+    # -- norms of rows r and r + 8; column r of row r is with lane 4 r + r / 2
     inv_q, inv_k, size_k = [cute.make_rmem_tensor((2,), F32) for _ in range(3)]
-    for src, inv, gain in ((srcQ, inv_q, scale), (srcK, inv_k, F32(1.0))):
-        xx = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
-        xx.fill(0.0)
-        for s in cutlass.range_constexpr(8):
-            x = read_rows(ld, src, lane, s)
-            for i in cutlass.range_constexpr(2):
-                y = cute.make_rmem_tensor(((2, 2), 1), BF16)  # rows of half i as the B operand
-                for e in cutlass.range_constexpr(4):
-                    y[e] = x[e % 2 + 2 * i + 4 * (e // 2)]
-                d = corner(xx, 4 * i)
-                cute.gemm(mma_bf16, d, cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1))), y, d)
-        for i in cutlass.range_constexpr(2):  # column r of row r is with lane 4 r + r / 2
+    for xx, inv, gain in ((qq, inv_q, scale), (kk, inv_k, F32(1.0))):
+        for i in cutlass.range_constexpr(2):
             mine = xx[6 * i + 1] if r % 2 == 1 else xx[6 * i]
             size_k[i] = cute.arch.shuffle_sync(mine, 4 * r + r // 2)  # the keys come last
             inv[i] = gain
@@ -462,7 +517,7 @@ def prepare_chunk(
     # -- thread = channel: what lies before and after each block
     sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
     for i in cutlass.range_constexpr(4):
-        sums[i] = sSum[i, 0 if cutlass.const_expr(is_scalar) else tid]
+        sums[i] = sSum[i, tid]
     whole = sums[0] + sums[1] + sums[2] + sums[3]
     for i in cutlass.range_constexpr(4):
         sBefore[i, tid] = cute.math.exp2(before, fastmath=True).to(wide)
@@ -476,57 +531,61 @@ def prepare_chunk(
     if tid == 0:
         mVec[number, hv, BOUND] = sBound[0] + sBound[1] + sBound[2] + sBound[3]
 
-    # -- scaled copies, sixteen channels at a time, and the diagonal blocks of the scores
-    kl, ql = [cute.make_rmem_tensor(((2, 2, 2), 1, 8), dtype) for _ in range(2)]  # k e^L, q e^L: A operands
+    # -- first pass, sixteen channels at a time: k e^L, q e^L, kr, and the diagonal blocks of the scores
     accA, accP = [cute.make_rmem_tensor(((2, 2), 1, 2, 4), F32) for _ in range(2)]  # block columns 0..2; the diagonal is last
     accA.fill(0.0)
     accP.fill(0.0)
-    b8 = cute.make_rmem_tensor((8,), wide)
-    for e in cutlass.range_constexpr(8):
-        b8[e] = b[e // 2 % 2].to(wide)
-    st = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
-    sum_all = sSum[wid, 0]  # of every channel, where there is one gate
-    toKb, toQg, toKr = [st.get_slice(lane).partition_D(rows(s)) for s in (sKb, sQg, sKr)]
-    for s in cutlass.range_constexpr(8):
+    st = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_bf16).get_slice(lane)
+    to_rows = lambda x, s: cute.copy(
+        st, st.retile(cute.make_tensor(x.iterator, cute.make_layout(((2, 2), 1, 2))))[None, None, 0], s
+    )
+    toKl, toQl, toKb, toQg, toKr = [st.partition_D(rows(s)) for s in (sKl, sQl, sKb, sQg, sKr)]
+    for s in cutlass.range(8, unroll=UNROLL):
+        since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
+        if cutlass.const_expr(is_scalar):
+            for e in cutlass.range_constexpr(8):
+                since[e], rest[e] = L_scalar[e % 4], rest_scalar[e % 4]
+        else:
+            sums16 = cute.make_rmem_tensor(((2, 2), 2, 1), F16)
+            cute.copy(ldT, decays[None, s, 0], ldT.retile(sums16)[None, 0, 0])
+            for total, which in ((since, until), (rest, after)):
+                total.fill(0.0)
+                for j in cutlass.range_constexpr(2):
+                    of_j = corner(total, 4 * j)
+                    cute.gemm(mma_f16, of_j, which, cute.make_tensor(sums16.iterator + 4 * j, cute.make_layout(((2, 2), 1))), of_j)
         xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         xq.store(read_rows(ld, srcQ, lane, s).load().to(F32))
         xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
-        sum16, back = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
-        pre, post = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((4,), wide)
-        tables = ((sInv, back), (sBefore, pre), (sAfter, post))
-        if cutlass.const_expr(is_scalar):
-            sum16.fill(sum_all)
-        else:
-            tables = ((sSum, sum16), *tables)
-        for src, dst in tables:
-            for hi in cutlass.range_constexpr(2):
-                pair = cute.make_tensor(dst.iterator + 2 * hi, cute.make_layout((1, 2)))
-                cute.autovec_copy(cute.local_tile(src, (1, 2), (wid, 8 * s + 4 * hi + c)), pair)
-        pre8, post8 = cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
+        back, post = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), wide)
+        read_factors(sInv, wid, s, c, back)
+        read_factors(sAfter, wid, s, c, post)
+        post8 = cute.make_rmem_tensor((8,), wide)
         for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
             ri, ch = e // 2 % 2, e % 2 + 2 * (e // 4)
-            since = L[(e + 8 * s) % (4 * groups)]
-            up = cute.math.exp2(since, fastmath=True)
+            up = cute.math.exp2(since[e], fastmath=True)
             xk[e] = xk[e] * inv_k[ri]
-            down[e] = xk[e] * cute.math.exp2(sum16[ch] - since, fastmath=True)
+            down[e] = xk[e] * cute.math.exp2(rest[e], fastmath=True)
             xk[e] = xk[e] * up
             xq[e] = xq[e] * inv_q[ri] * up
             kd[e] = down[e] * back[ch]
-            pre8[e], post8[e] = pre[ch], post[ch]
-        kl8, ql8, kr8 = flat(kl, 8 * s, 8), flat(ql, 8 * s, 8), cute.make_rmem_tensor((8,), dtype)
+            post8[e] = post[ch]
+        kl8, ql8, kr8, out = [cute.make_rmem_tensor((8,), dtype) for _ in range(4)]
         kl8.store(xk.load().to(dtype))
         ql8.store(xq.load().to(dtype))
         kr8.store(down.load().to(dtype))
-        k_, q_, r_ = (kl8, ql8, kr8) if is_f16 else (xk, xq, down)
-        for value, to in (
-            (k_.load() * pre8.load() * b8.load(), toKb),
-            (q_.load() * pre8.load(), toQg),
-            (r_.load() * post8.load(), toKr),
-        ):
-            out = cute.make_rmem_tensor((8,), dtype)
-            out.store(value.to(dtype))
-            out = cute.make_tensor(out.iterator, cute.make_layout(((2, 2), 1, 2)))
-            cute.copy(st, st.get_slice(lane).retile(out)[None, None, 0], to[None, None, s])
+        out.store(((kr8 if is_f16 else down).load() * post8.load()).to(dtype))
+        to_rows(kl8, toKl[None, None, s])
+        to_rows(ql8, toQl[None, None, s])
+        to_rows(out, toKr[None, None, s])
+        if cutlass.const_expr(not is_f16):
+            first, first8, b8 = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
+            read_factors(sBefore, wid, s, c, first)
+            for e in cutlass.range_constexpr(8):
+                first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
+            out.store((xk.load() * first8.load() * b8.load()).to(dtype))
+            to_rows(out, toKb[None, None, s])
+            out.store((xq.load() * first8.load()).to(dtype))
+            to_rows(out, toQg[None, None, s])
         if wid < 3:  # for the warps below: [n-block = ri][hi][ci]
             ours = cute.make_rmem_tensor((8,), dtype)
             for e in cutlass.range_constexpr(8):
@@ -549,42 +608,53 @@ def prepare_chunk(
                 two[ci] = accA[e] * b[ri] if col < row else F32(0.0)
                 accP[e] = accP[e] if col <= row else F32(0.0)
             cute.autovec_copy(two, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
-    cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
-    if wid == 0:
-        for i, s in enumerate((sKb, sQg, sKr)):
-            s_part, g_part = tma_split(tma_tiles, s, cute.local_tile(gTiles, (64, 128), (3 * record + i, 0)))
-            cute.copy(tma_tiles, s_part, g_part)
-        cute.arch.cp_async_bulk_commit_group()
 
-    # -- blocks below the diagonal: our rows, another warp's registers as columns
-    for J in cutlass.range_constexpr(3):
-        if wid > J:
-            for s in cutlass.range_constexpr(8):
+    # -- second pass: kb and qg; blocks below the diagonal, our rows against another warp's registers as columns
+    ld_l = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
+    srcKl, srcQl = [ld_l.get_slice(lane).partition_S(rows(s)) for s in (sKl, sQl)]
+    b16 = cute.make_rmem_tensor((8,), wide)
+    for e in cutlass.range_constexpr(8):
+        b16[e] = b[e // 2 % 2].to(wide)
+    for s in cutlass.range(8, unroll=UNROLL):
+        kl2, ql2 = read_rows(ld_l, srcKl, lane, s, dtype), read_rows(ld_l, srcQl, lane, s, dtype)
+        if cutlass.const_expr(is_f16):
+            pre, pre8, scaled8 = cute.make_rmem_tensor((4,), F16), cute.make_rmem_tensor((8,), F16), cute.make_rmem_tensor((8,), F16)
+            read_factors(sBefore, wid, s, c, pre)
+            for e in cutlass.range_constexpr(8):
+                pre8[e] = pre[e % 2 + 2 * (e // 4)]
+            scaled8.store(kl2.load() * pre8.load() * b16.load())
+            to_rows(scaled8, toKb[None, None, s])
+            scaled8.store(ql2.load() * pre8.load())
+            to_rows(scaled8, toQg[None, None, s])
+        for J in cutlass.range_constexpr(3):
+            if wid > J:
                 theirs = cute.make_rmem_tensor((8,), dtype)
                 cute.autovec_copy(sX[None, lane, s, J], theirs)
                 if wid > J + 1:  # whole blocks lie between
                     which = I32(1)
                     if cutlass.const_expr(J == 0):
                         which = I32(0) if wid == 2 else I32(2)
-                    decay = cute.make_rmem_tensor((8,), dtype)
-                    for hi in cutlass.range_constexpr(2):
-                        of_two = cute.make_rmem_tensor((1, 2), dtype)
-                        cute.autovec_copy(cute.local_tile(sBetween, (1, 2), (which, 8 * s + 4 * hi + c)), of_two)
-                        for nb in cutlass.range_constexpr(2):
-                            decay[4 * nb + 2 * hi], decay[4 * nb + 2 * hi + 1] = of_two[0], of_two[1]
-                    theirs.store((theirs.load().to(wide) * decay.load().to(wide)).to(dtype))
+                    between, of_all = cute.make_rmem_tensor((4,), dtype), cute.make_rmem_tensor((8,), dtype)
+                    read_factors(sBetween, which, s, c, between)
+                    for e in cutlass.range_constexpr(8):
+                        of_all[e] = between[e % 4]
+                    theirs.store((theirs.load().to(wide) * of_all.load().to(wide)).to(dtype))
                 for nb in cutlass.range_constexpr(2):
                     key = cute.make_tensor(theirs.iterator + 4 * nb, cute.make_layout(((2, 2), 1)))
-                    for a, acc in ((kl, accA), (ql, accP)):
+                    for a, acc in ((kl2, accA), (ql2, accP)):
                         target = corner(acc, 8 * J + 4 * nb)
-                        cute.gemm(mma_scores, target, a[None, None, s], key, target)
+                        cute.gemm(mma_scores, target, cute.make_tensor(a.iterator, cute.make_layout(((2, 2, 2), 1))), key, target)
     # the diagonal's inverses, two a warp: by the warps that have had least to do
+    if wid < 2:
+        inverse_pair(sD, wid, 3 - wid, lane)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
     if wid == 0:
-        inverse_pair(sD, I32(0), I32(3), lane)
-    if wid == 1:
-        inverse_pair(sD, I32(1), I32(2), lane)
-    cute.arch.sync_threads()  # the keys have been read; A takes their place
+        for i, s in enumerate((sKb, sQg, sKr)):
+            s_part, g_part = tma_split(tma_tiles, s, cute.local_tile(gTiles, (64, 128), (3 * record + i, 0)))
+            cute.copy(tma_tiles, s_part, g_part)
+        cute.arch.cp_async_bulk_commit_group()
     for J in cutlass.range_constexpr(3):
         if wid > J:
             for nb in cutlass.range_constexpr(2):
@@ -593,22 +663,29 @@ def prepare_chunk(
                     scaled[0], scaled[1] = accA[e] * b[ri], accA[e + 1] * b[ri]
                     round_tf32(scaled)
                     cute.autovec_copy(scaled, cute.local_tile(below(sA, wid, J), (1, 2), (r + 8 * ri, 4 * nb + c)))
+    toOut = st.partition_D(cute.local_tile(sOut, (16, 64), (wid, 0)))
+    block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
+    nothing.fill(0.0)
+    for J in cutlass.range_constexpr(4):
+        if wid > J:
+            block.store(flat(accP, 8 * J, 8).load().to(dtype))
+            to_rows(block, toOut[None, None, J])
+        if wid < J:
+            to_rows(nothing, toOut[None, None, J])
+    block.store(flat(accP, 24, 8).load().to(dtype))
+    to_rows(block, toOut[None, None, wid])
+    store_rows(sOut, mP, 64 * record, wid, lane)
     cute.arch.sync_threads()
 
-    # -- T^T and P out
+    # -- T^T
     cols = cute.make_rmem_tensor((32,), F32)
     inverse_columns(mma_tf32, sA, sD, wid, lane, cols)
-    for i in cutlass.range_constexpr(4):
-        for nb in cutlass.range_constexpr(2):
-            for ri in cutlass.range_constexpr(2):
-                e, row, col = 2 * ri + 4 * nb, 64 * record + 16 * wid + r + 8 * ri, 16 * i + 8 * nb + 2 * c
-                store_pair(mT, row, col, cols[8 * i + e], cols[8 * i + e + 1], dtype)
-                p0, p1 = F32(0.0), F32(0.0)
-                if cutlass.const_expr(i < 3):
-                    p0 = accP[8 * i + e] if wid > i else p0
-                    p1 = accP[8 * i + e + 1] if wid > i else p1
-                p0 = accP[24 + e] if wid == i else p0
-                p1 = accP[24 + e + 1] if wid == i else p1
-                store_pair(mP, row, col, p0, p1, dtype)
+    for d in cutlass.range_constexpr(4):
+        if wid + d < 4:
+            block.store(flat(cols, 8 * d, 8).load().to(dtype))
+            to_rows(block, toOut[None, None, wid + d])
+        if wid > d:
+            to_rows(nothing, toOut[None, None, d])
+    store_rows(sOut, mT, 64 * record, wid, lane)
     if wid == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
