@@ -30,9 +30,10 @@ eigenvalues); bf16 otherwise.
 | q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
 | keys for other warps; then A below the diagonal | 12 K |
 | A on the diagonal; then T there             | 5 K   |
-| sums and factors a block and channel        | 7 K   |
+| sums and factors a block and channel; then P, then T | 8 K |
+| k e^L, q e^L (bf16 only; fp16 has them in the places of k, q) | 32 K |
 
-Three blocks a multiprocessor hide each other's waits, which is what sets the registers (168 a thread).
+Three blocks a multiprocessor hide each other's waits; shared memory is what allows no more.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.fragments import activate, corner, flat, read_factors, read_rows, round_tf32, store_rows
+from cula.ops.cute.common.inverse import below, blocks, inverse_columns, inverse_pair
 from cula.ops.cute.common.kda_cut import place
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -66,7 +69,6 @@ BETA, BOUND = 128, 192  # where they begin
 # back here, what is left is the error of rounding, without an instruction for each.
 UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
 UNROLL = 2  # of the loops over sixteen channels: code that fits the instruction cache
-PITCH = 20  # floats a row of a 16x16 block in shared memory: rows of whole 16 bytes, and 8 rows of 8 bytes meet no bank twice
 
 
 class Kind(NamedTuple):
@@ -82,162 +84,6 @@ class Kind(NamedTuple):
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
         words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
         return "_".join([*words, "scalar"] if self.is_scalar else words)
-
-
-# Fragments
-
-
-def flat(t, start, size):
-    """`size` registers of a compact array as a vector."""
-    return cute.make_tensor(t.iterator + start, cute.make_layout(size))
-
-
-def corner(t, start):
-    """One m16n8 accumulator out of a compact array of them: registers [column, row half]."""
-    return cute.make_tensor(t.iterator + start, cute.make_layout(((2, 2), 1, 1)))
-
-
-@cute.jit
-def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: I32, dtype: cutlass.Constexpr = BF16):
-    """Channels 16 s .. 16 s + 15 of the warp's rows: 8 values [ci, ri, hi], channel 8 hi + 2 c + ci, row r + 8 ri."""
-    out = cute.make_rmem_tensor((8,), dtype)
-    as_a = cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
-    cute.copy(ld, src[None, None, s], ld.get_slice(lane).retile(as_a)[None, None, 0])
-    return out
-
-
-@cute.jit
-def read_factors(table: cute.Tensor, row: I32, s: I32, c: I32, out: cute.Tensor):
-    """A table's row at channels 16 s + 8 hi + 2 c + ci, for [ci, hi]."""
-    for hi in cutlass.range_constexpr(2):
-        pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((1, 2)))
-        cute.autovec_copy(cute.local_tile(table, (1, 2), (row, 8 * s + 4 * hi + c)), pair)
-
-
-@cute.jit
-def activate(
-    raw: cute.Tensor,
-    out: cute.Tensor,
-    slope: F32,
-    bias: F32,
-    unit: cute.Tensor,
-    top: cute.Tensor,
-    has_gate: cutlass.Constexpr,
-):
-    """Log2 decays of four tokens of a channel: raw * unit, or sigmoid / unit; `top` keeps the largest that each token has had."""
-    x = cute.make_rmem_tensor((4,), F32)
-    for e in cutlass.range_constexpr(4):
-        x[e] = raw[e].to(F32)
-        if cutlass.const_expr(has_gate):
-            x[e] = cute.arch.rcp_approx(cute.math.exp2(slope * x[e] + bias, fastmath=True) * unit[e] + unit[e])
-        else:
-            x[e] = x[e] * unit[e]
-        top[e] = cute.arch.fmax(top[e], x[e])
-    flat(out, 0, 4).store(x.load().to(F16))
-
-
-@cute.jit
-def store_rows(s: cute.Tensor, m: cute.Tensor, first: I32, wid: I32, lane: I32):
-    """The warp's 16 rows of a [64, 64] tile that it has just written to shared memory, to rows `first`.. of m."""
-    cute.arch.sync_warp()
-    for p in cutlass.range_constexpr(4):
-        row = 16 * wid + 4 * p + lane // 8
-        cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (first + row, lane % 8)))
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def round_tf32(x: cute.Tensor):
-    """To the nearest tf32, in place."""
-    bits = cute.recast_tensor(x, I32)
-    for i in cutlass.range_constexpr(cute.size(x)):
-        bits[i] = (bits[i] + I32(0x1000)) & I32(-0x2000)
-
-
-# The inverse
-
-
-@cute.jit
-def inverse_pair(blocks: cute.Tensor, first: I32, second: I32, lane: I32):
-    """Blocks first and second <- (I + strict lower block)^{-1}, 16x16 each, by one warp: in float32, then rounded to tf32.
-
-    Half a warp a block, a lane a column; row i needs x_{i-1} last.
-    """
-    block, j = blocks[None, None, first if lane < 16 else second], lane % 16
-    x, row = cute.make_rmem_tensor((16,), F32), cute.make_rmem_tensor((16,), F32)
-    for i in cutlass.range_constexpr(16):
-        x[i] = F32(1.0) if j == i else F32(0.0)
-        if cutlass.const_expr(i > 0):
-            cute.autovec_copy(block[i, None], row)
-        other = F32(0.0)  # two sums, half the latency
-        for m in cutlass.range_constexpr(i):
-            if cutlass.const_expr(m % 2 == i % 2):
-                other = other - row[m] * x[m]
-            else:
-                x[i] = x[i] - row[m] * x[m]
-        x[i] = x[i] + other
-    cute.arch.sync_warp()
-    round_tf32(x)
-    for i in cutlass.range_constexpr(16):
-        block[i, j] = x[i]
-
-
-@cute.jit
-def load_b16(block: cute.Tensor, lane: I32, b: cute.Tensor):
-    """b[ci, kb, nb] = block[8 nb + r, 8 kb + 2 c + ci]: the B operand of products with block^T."""
-    for nb in cutlass.range_constexpr(2):
-        for kb in cutlass.range_constexpr(2):
-            pair = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((1, 2)))
-            cute.autovec_copy(cute.local_tile(block, (1, 2), (8 * nb + lane // 4, 4 * kb + lane % 4)), pair)
-
-
-@cute.jit
-def mm_tf32(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-    """acc [16, 16] += a b^T, a an accumulator whose columns are the reduction, b from `load_b16`; both rounded.
-
-    The k index inside 8 is permuted alike on both sides (slot c is column 2 c, slot c + 4 column 2 c + 1): a sum does not see it.
-    """
-    for kb in cutlass.range_constexpr(2):
-        x = cute.make_rmem_tensor(((2, 2), 1), F32)  # A's registers run rows first, an accumulator's columns first
-        for e in cutlass.range_constexpr(4):
-            x[e // 2 + 2 * (e % 2)] = a[e + 4 * kb]
-        for nb in cutlass.range_constexpr(2):
-            y = cute.make_tensor(b.iterator + 4 * nb + 2 * kb, cute.make_layout((2, 1)))
-            d = corner(acc, 4 * nb)
-            cute.gemm(mma, d, cute.recast_tensor(x, TF32), cute.recast_tensor(y, TF32), d)
-
-
-def below(sA, i, j):
-    """Block (i, j), j < i, below the diagonal."""
-    return sA[None, None, i * (i - 1) // 2 + j]
-
-
-@cute.jit
-def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
-    """cols[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
-
-    A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
-    rounded to 16 bits in the end; what is in shared memory has been rounded to it.
-    """
-    r, c = lane // 4, lane % 4
-    first = sD[None, None, wid]
-    for e in cutlass.range_constexpr(8):
-        cols[e] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
-    for d in cutlass.range_constexpr(1, 4):
-        if wid + d < 4:
-            b = cute.make_rmem_tensor(((2,), 2, 2), F32)
-            total, last = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
-            total.fill(0.0)
-            last.fill(0.0)
-            for m in cutlass.range_constexpr(d):
-                load_b16(below(sA, wid + d, wid + m), lane, b)
-                mm_tf32(mma, total, flat(cols, 8 * m, 8), b)
-            load_b16(sD[None, None, wid + d], lane, b)
-            round_tf32(total)
-            mm_tf32(mma, last, total, b)
-            for e in cutlass.range_constexpr(8):
-                cols[e + 8 * d] = -last[e]
-            round_tf32(flat(cols, 8 * d, 8))
 
 
 # The kernel
@@ -361,7 +207,6 @@ def prepare_chunk(
     # keys as B operands [8 values, lane, 16-channel step, warp]; then, in the same memory, A by blocks below the diagonal. Those
     # on it are apart, and replaced by their inverses.
     sX = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
-    blocks = lambda n: cute.make_layout((16, 16, n), stride=(PITCH, 1, 16 * PITCH))
     sA = cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=F32), blocks(6))
     sD = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
     sBias = smem.allocate_tensor(F32, cute.make_layout(128), byte_alignment=16)
@@ -411,8 +256,8 @@ def prepare_chunk(
                     cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 2 * 8 + p)))
         cute.arch.sync_threads()
 
-    # -- log2 decays, read with tokens in pairs (the B operand of their sums) and left in their places as fp16. The largest decay of
-    # a token bounds what any channel of a state keeps.
+    # -- log2 decays, read with tokens in pairs (the B operand of their sums) and left in their places as fp16. The largest of a
+    # token bounds what any channel of a state keeps.
     rows = lambda s: cute.local_tile(s, (16, 128), (wid, 0))
     by_channel = lambda s: swapped(rows(s))  # [128 channels, 16 tokens]
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
@@ -460,7 +305,8 @@ def prepare_chunk(
         if cutlass.const_expr(not is_scalar):
             raw_g, decay16 = cute.make_rmem_tensor(((2, 2), 2, 1), g_type), cute.make_rmem_tensor(((2, 2), 2, 1), F16)
             if cutlass.const_expr(g_type.width == 16):
-                ldG = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma_bf16).get_slice(lane)
+                ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type)
+                ldG = cute.make_tiled_copy_B(ldmatrix, mma_bf16).get_slice(lane)
                 cute.copy(ldG, ldG.partition_S(by_channel(sG))[None, s, 0], ldG.retile(raw_g)[None, 0, 0])
             else:
                 wide_g = by_channel(sG)
@@ -551,8 +397,8 @@ def prepare_chunk(
             for total, which in ((since, until), (rest, after)):
                 total.fill(0.0)
                 for j in cutlass.range_constexpr(2):
-                    of_j = corner(total, 4 * j)
-                    cute.gemm(mma_f16, of_j, which, cute.make_tensor(sums16.iterator + 4 * j, cute.make_layout(((2, 2), 1))), of_j)
+                    of_j, four = corner(total, 4 * j), cute.make_tensor(sums16.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
+                    cute.gemm(mma_f16, of_j, which, four, of_j)
         xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         xq.store(read_rows(ld, srcQ, lane, s).load().to(F32))
         xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
@@ -578,7 +424,7 @@ def prepare_chunk(
         to_rows(ql8, toQl[None, None, s])
         to_rows(out, toKr[None, None, s])
         if cutlass.const_expr(not is_f16):
-            first, first8, b8 = cute.make_rmem_tensor((4,), wide), cute.make_rmem_tensor((8,), wide), cute.make_rmem_tensor((8,), wide)
+            first, first8, b8 = [cute.make_rmem_tensor((n,), wide) for n in (4, 8, 8)]
             read_factors(sBefore, wid, s, c, first)
             for e in cutlass.range_constexpr(8):
                 first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
@@ -619,7 +465,7 @@ def prepare_chunk(
     for s in cutlass.range(8, unroll=UNROLL):
         kl2, ql2 = read_rows(ld_l, srcKl, lane, s, dtype), read_rows(ld_l, srcQl, lane, s, dtype)
         if cutlass.const_expr(is_f16):
-            pre, pre8, scaled8 = cute.make_rmem_tensor((4,), F16), cute.make_rmem_tensor((8,), F16), cute.make_rmem_tensor((8,), F16)
+            pre, pre8, scaled8 = [cute.make_rmem_tensor((n,), F16) for n in (4, 8, 8)]
             read_factors(sBefore, wid, s, c, pre)
             for e in cutlass.range_constexpr(8):
                 pre8[e] = pre[e % 2 + 2 * (e // 4)]
