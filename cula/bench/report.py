@@ -17,10 +17,13 @@ Row = summary.Row
 
 
 def merge(loaded: Sequence[Result]) -> list[Row]:
-    """The rows of all files in the order of the suites; of a case measured twice, the later file's."""
-    rows = {row["id"]: row for result in loaded for row in result["rows"]}
+    """The rows of all files in the order of the suites; of a case measured twice, the later file's.
+
+    Rows of a forced backend are cases of their own, after those that left the choice to dispatch.
+    """
+    rows = {(row["id"], row.get("forced")): row for result in loaded for row in result["rows"]}
     order = list(SUITES)
-    return sorted(rows.values(), key=lambda row: order.index(row["suite"]))
+    return sorted(rows.values(), key=lambda row: (order.index(row["suite"]), row.get("forced") or ""))
 
 
 def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme: Path | None = None) -> list[Path]:
@@ -32,7 +35,7 @@ def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme
         chosen = [(r, s) for r, s in zip(loaded, sources, strict=True) if short_name(r) == name]
         results = [r for r, _ in chosen]
         rows = merge(results)
-        pictures = plots.draw(rows, folder, name)
+        pictures = plots.draw([row for row in rows if not row.get("forced")] or rows, folder, name)
         page = folder / f"{name}.md"
         page.write_text(markdown(results, rows, [s for _, s in chosen], pictures))
         written += [page, *pictures.values()]
