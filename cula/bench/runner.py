@@ -62,7 +62,7 @@ def run(
     names = {c.name for c in contenders}
     done = {row["id"] for row in result["rows"] if row["suite"] == "dist" or names <= row["entries"].keys()}
     todo = [c for c in cases if c.id not in done]
-    if settings.tune_ms is not None:
+    if settings.tune_ms is not None and settings.device.type == "cuda":
         timing.tune_for(*settings.tune_ms)
     with Progress(len(todo)) as progress:
         if settings.warm and todo:

@@ -146,6 +146,7 @@ def _on_cpu(suite: str) -> list[Case]:
         shapes.append(_batch(suite, "lightning_train", 512, 4, 1, gate=SLOPES, flags=()))
     elif suite == "decode":
         shapes = [Case(suite, "kda_decode", (1,) * N, 4, 4) for N in (1, 16)]
+        shapes.append(replace(shapes[1], lens=(4,) * 16, pool="bfloat16"))
         shapes += [replace(c, op="lightning_decode", gate=SLOPES) for c in shapes]
     elif suite == "gva":
         shapes = [_batch(suite, "kda_prefill", 512, 2, 1, HV=4)]

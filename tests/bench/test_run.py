@@ -73,6 +73,13 @@ def test_peers_are_shown_as_they_are(run):
         assert row["ratios"]["twin"] == pytest.approx(entries["twin"]["time_ms"] / entries["cula"]["time_ms"])
 
 
+def test_decode_of_several_tokens_from_bf16_states(run):
+    row = next(row for row in run(["decode"], limit=3)["rows"] if row["case"]["pool"] == "bfloat16")
+    assert row["label"] == "N=16 H=4 T=4, K=32 V=32, fast, bfloat16 states"
+    ours = row["entries"]["cula"]
+    assert ours["status"] == "ok" and ours["error"]["o"] < 1e-4 < ours["error"]["state"]  # o before the states are rounded
+
+
 def test_budget_stops_cleanly_and_resume_finishes(run, tmp_path):
     first = run(["kda-prefill"], limit=1)
     cut = run(["kda-prefill", "lightning"], limit=2, resume=True, budget=0)
