@@ -52,7 +52,7 @@ def warm(todo: Sequence[Unit], processes: int, seconds: float = SECONDS) -> int:
     """Walk the units in so many processes; how many were compiled when all were, or time was up."""
     end = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
-    passed = [context.Value("i", 0) for _ in range(processes)]  # units that a process has behind it
+    passed = [context.Value("i", 0, lock=False) for _ in range(processes)]  # units that a process has behind it
     with tempfile.TemporaryDirectory() as folder:
         workers = [context.Process(target=_walk, args=(todo, count, folder), daemon=True) for count in passed]
         for worker in workers:
