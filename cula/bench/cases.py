@@ -40,6 +40,7 @@ class Case:
     flags: tuple[str, ...] = ALL_FLAGS
     packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
     mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: "host"
+    pool: str = "float32"  # decode: the dtype of the states
 
     def __post_init__(self) -> None:
         if not self.lens or min(self.lens) < 1:
@@ -96,6 +97,8 @@ class Case:
             parts.append(f"K={self.K} V={self.V}")
         if self.is_kda:
             parts.append(self.gate)
+        if self.pool != "float32":
+            parts.append(f"{self.pool} states")
         if self.has("scalar"):
             parts.append("one gate a head")
         if self.mode not in ("", "host"):
@@ -108,7 +111,8 @@ class Case:
         lens = ",".join(map(str, self.lens)) if self.packed else f"{self.N}x{self.lens[0]}"
         head = f"{self.suite}/{self.op}" + (f"/{self.mode}" if self.mode else "")
         flags = "+".join(self.flags) or "none"
-        return f"{head}/{lens}/h{self.H}/hv{self.HV}/k{self.K}/v{self.V}/{self.gate}/{self.dtype}/{flags}"
+        pool = "" if self.pool == "float32" else f"/pool-{self.pool}"
+        return f"{head}/{lens}/h{self.H}/hv{self.HV}/k{self.K}/v{self.V}/{self.gate}/{self.dtype}/{flags}{pool}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"lens": list(self.lens), "flags": list(self.flags)}

@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="add the cases that the file does not hold yet")
     run.add_argument("--budget", type=float, help="seconds after which no further case is started")
     run.add_argument("--warm", type=int, default=0, metavar="N", help="processes that compile first, for half the budget at most")
+    run.add_argument("--tune-ms", type=numbers, metavar="WARMUP,REPEAT", help="of a peer's tuner, a variant (Triton: 25,100)")
     run.add_argument("--shapes-limit", type=int, help="at most so many cases of each suite")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument("--backend", default="auto", help="force a cuLA backend by name")
@@ -93,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     custom = suites.Custom(args.t, args.h, args.hv, args.b, args.lens, args.k, args.v, args.gate, args.dtype, args.flags)
     cases = suites.build(names, device.type, custom, args.shapes_limit)
     record = {"suites": names, "shapes_limit": args.shapes_limit}
-    settings = runner.Settings(device, args.backend, chosen_peers(args.peers), args.seed, args.budget, args.warm, record)
+    if args.tune_ms is not None and len(args.tune_ms) != 2:
+        raise ValueError(f"--tune-ms takes two numbers, as in 5,20; got {args.tune_ms}")
+    peers = chosen_peers(args.peers)
+    settings = runner.Settings(device, args.backend, peers, args.seed, args.budget, args.warm, args.tune_ms, record)
     result = runner.run(cases, settings, args.out, resume=args.resume, revision=args.commit)
     print(f"\n{reporting.screen(result)}\n{args.out}: {len(result['rows'])} rows")
     return 0

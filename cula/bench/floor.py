@@ -15,18 +15,16 @@ import time
 
 import torch
 
-from cula.bench.cases import Case
-
-STATE_BYTES = 4
+from cula.bench.cases import DTYPES, Case
 
 
 def floor_bytes(case: Case) -> int:
-    e = torch.empty(0, dtype=case.torch_dtype).element_size()
+    e, state_bytes = case.torch_dtype.itemsize, DTYPES[case.pool].itemsize
     tokens_in = 2 * case.H * case.K * e + case.HV * case.V * e
     if case.is_kda:
         tokens_in += case.HV * ((1 if case.has("scalar") else case.K) * e + e)
     o = case.HV * case.V * e
-    state = case.N * case.HV * case.V * case.K * STATE_BYTES
+    state = case.N * case.HV * case.V * case.K * state_bytes
     if case.is_decode:
         return case.T * (tokens_in + o) + 2 * state
     forward = case.T * (tokens_in + o) + state * (case.has("h0") + case.has("ht"))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cula import reference
-from cula.bench.cases import Case
+from cula.bench.cases import DTYPES, Case
 
 LOWER_BOUND = -5.0
 SLOW_BIAS = -10.0
@@ -96,7 +96,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         x.decay = torch.exp2(-8.0 * slopes / case.HV)
     if case.is_decode:
         slots = case.N + SPARE_SLOTS
-        x.h0 = normal(slots, case.HV, case.V, case.K, dtype=torch.float32)
+        x.h0 = normal(slots, case.HV, case.V, case.K, dtype=DTYPES[case.pool])
         x.state_indices = torch.randperm(slots, generator=gen, device=device)[: case.N].to(torch.int32)
     elif case.has("h0"):
         x.h0 = normal(case.N, case.HV, case.V, case.K, dtype=torch.float32)

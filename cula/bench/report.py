@@ -17,10 +17,13 @@ Row = summary.Row
 
 
 def merge(loaded: Sequence[Result]) -> list[Row]:
-    """The rows of all files in the order of the suites; of a case measured twice, the later file's."""
-    rows = {row["id"]: row for result in loaded for row in result["rows"]}
+    """The rows of all files in the order of the suites; of a case measured twice, the later file's.
+
+    Rows of a forced backend are cases of their own, after those that left the choice to dispatch.
+    """
+    rows = {(row["id"], row.get("forced")): row for result in loaded for row in result["rows"]}
     order = list(SUITES)
-    return sorted(rows.values(), key=lambda row: order.index(row["suite"]))
+    return sorted(rows.values(), key=lambda row: (order.index(row["suite"]), row.get("forced") or ""))
 
 
 def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme: Path | None = None) -> list[Path]:
@@ -32,7 +35,7 @@ def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme
         chosen = [(r, s) for r, s in zip(loaded, sources, strict=True) if short_name(r) == name]
         results = [r for r, _ in chosen]
         rows = merge(results)
-        pictures = plots.draw(rows, folder, name)
+        pictures = plots.draw([row for row in rows if not row.get("forced")] or rows, folder, name)
         page = folder / f"{name}.md"
         page.write_text(markdown(results, rows, [s for _, s in chosen], pictures))
         written += [page, *pictures.values()]
@@ -171,11 +174,18 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
         "",
         "`ms` is GPU time a call: the median of CUDA graph replays, or of events where a call cannot be captured; on a CPU the "
         "clock. `cold L2` writes twice the L2 before each call. `host us` is the time until the call returns. Peers ran in the "
-        "same process on the same inputs. `error` is the largest relative error of any output against float64; the slice that "
-        "was checked stands in each row of the result files. Peak memory is above the inputs.",
+        f"same process on the same inputs. {_tuning(results)} `error` is the largest relative error of any output against "
+        "float64; the slice that was checked stands in each row of the result files. Peak memory is above the inputs.",
         "",
     ]
     return out
+
+
+def _tuning(results: Sequence[Result]) -> str:
+    """How peers that choose among variants of their kernels came to do so."""
+    given = dict.fromkeys(tuple(r["settings"]["tune_ms"]) for r in results if r["settings"].get("tune_ms"))
+    times = " or ".join(f"{warm_up} + {repeat} ms" for warm_up, repeat in given) or "as long as they take by themselves"
+    return f"Peers that tune themselves did so on the first case that asked for it, alone on the device ({times} a variant)."
 
 
 def update_readme(readme: Path, results: Sequence[Result], rows: Sequence[Row], page: Path, pictures: dict[str, Path]) -> bool:

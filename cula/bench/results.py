@@ -3,11 +3,12 @@
 
     {"schema": 1, "machine": {...}, "versions": {...}, "commit": ..., "source": ..., "settings": {...},
      "bandwidth": bytes a second, "peers": {name: {"status": "found" | "absent", ...}},
-     "rows": [{"id", "suite", "case", "metric", "floor", "checked", "backend", "entries", "ratios", ...}],
+     "rows": [{"id", "suite", "case", "metric", "floor", "checked", "forced", "backend", "entries", "ratios", ...}],
      "left_out": [ids], "seconds": ...}
 
 An entry (cuLA or a peer) has a status: `ok`, `wrong` (out of tolerance: timed, shown, never ranked), `failed` (raised),
-or `declined` (the library has nothing to compare). Only entries that ran have times.
+or `declined` (the library has nothing to compare). Only entries that ran have times. `forced` names the backend that was
+asked for where the choice was not left to dispatch; a report keeps such rows apart from the others.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def resume(path: Path, fresh: Result) -> Result:
     for what, name in (("machine", "device"), ("versions", "torch")):
         if old[what][name] != fresh[what][name]:
             raise ValueError(f"{path} was measured with {what} {old[what][name]}, this is {fresh[what][name]}: take a new file")
+    if old["settings"]["backend"] != fresh["settings"]["backend"]:
+        raise ValueError(f"{path} was measured with backend {old['settings']['backend']!r}: take a new file")
     if old["source"] != fresh["source"]:
         raise ValueError(f"{path} was measured with other source of cula ({old['commit']}): take a new file")
     return old | {"left_out": [], "settings": fresh["settings"]}

@@ -30,6 +30,7 @@ class Settings:
     seed: int = 0
     budget: float | None = None  # seconds
     warm: int = 0  # processes that compile kernels before the first case
+    tune_ms: tuple[int, int] | None = None  # for `timing.tune_for`
     options: dict[str, Any] = field(default_factory=dict)  # the command line, for the record
 
     def to_json(self) -> dict[str, Any]:
@@ -40,13 +41,14 @@ class Settings:
             "seed": self.seed,
             "budget": self.budget,
             "warm": self.warm,
+            "tune_ms": self.tune_ms,
         } | self.options
 
 
 def run(
     cases: Sequence[Case], settings: Settings, path: Path, *, resume: bool = False, revision: str | None = None
 ) -> results.Result:
-    """Measure the cases into `path`; with `resume`, those it does not hold yet. Returns what the file holds."""
+    """Measure the cases into `path`; with `resume`, those it lacks, wholly or a peer of. Returns what the file holds."""
     began = time.perf_counter()
     result = results.new(settings.device, settings.to_json(), revision)
     if resume and path.exists():
@@ -56,9 +58,12 @@ def run(
     result["peers"] |= {p.name: _presence(p) for p in settings.peers}
     result["bandwidth"] = floor.copy_bandwidth(settings.device)
     seconds_before = result["seconds"]
-    done = {row["id"] for row in result["rows"]}
-    todo = [c for c in cases if c.id not in done]
     contenders = [Cula(settings.backend), *(p for p in settings.peers if p.missing() is None)]
+    names = {c.name for c in contenders}
+    done = {row["id"] for row in result["rows"] if row["suite"] == "dist" or names <= row["entries"].keys()}
+    todo = [c for c in cases if c.id not in done]
+    if settings.tune_ms is not None and settings.device.type == "cuda":
+        timing.tune_for(*settings.tune_ms)
     with Progress(len(todo)) as progress:
         if settings.warm and todo:
             kernels = warm.units(todo, [c.name for c in contenders[1:]], settings.backend, str(settings.device))
@@ -73,7 +78,7 @@ def run(
                 break
             progress.start(f"{case.suite}: {case.label}")
             row = measure(case, settings, contenders, result["bandwidth"])
-            result["rows"].append(row)
+            result["rows"] = [r for r in result["rows"] if r["id"] != row["id"]] + [row]
             result["seconds"] = seconds_before + time.perf_counter() - began
             results.save(path, result)
             progress.finish(row)
@@ -106,6 +111,7 @@ def measure(case: Case, settings: Settings, contenders: Sequence[Peer], bandwidt
         "metric": "host_ms" if case.mode == "host" else "time_ms",
         "floor": {"bytes": nbytes, "ms": nbytes / bandwidth * 1e3, "bandwidth": bandwidth},
         "checked": part.describe(case),
+        "forced": None if settings.backend == "auto" else settings.backend,
     }
     entries: dict[str, Entry] = {}
     if case.suite == "dist":

@@ -13,7 +13,7 @@ SUITES = {
     "kda-prefill": "KDA forward over whole sequences",
     "kda-train": "KDA forward and backward, with peak memory",
     "lightning": "Lightning Attention: forward, and forward with backward",
-    "decode": "one token a row from a pool of states",
+    "decode": "one token, or a few, for each row from a pool of states",
     "gva": "grouped value heads, and one gate a head (gated delta rule)",
     "segments": "KDA forward, few heads and long sequences: the sequence itself must be cut",
     "dist": "context and tensor parallelism over the devices of this machine",
@@ -44,6 +44,7 @@ LARGE = (
 )
 PACKED_LENS = (1300, 547, 2048, 963, 271, 3063)
 SLOPES = "slopes"
+STEPS = (("bfloat16", 1), ("float32", 4), ("bfloat16", 4))  # of a decode, after float32 states and one token
 TRAINING = ("gate", "sigmoid", "norm")  # sequences start from zero, and nobody looks at their last state
 PREPARED = ("h0", "ht")  # gate, sigmoid and norm already applied: what gated-delta-rule kernels take
 
@@ -98,18 +99,21 @@ def _on_gpu(suite: str) -> list[Case]:
         shapes.insert(12, Case(suite, "kda_prefill", PACKED_LENS, 96, 96, packed=True))
         return _gated(shapes)
     if suite == "kda-train":
-        sizes = ((8192, 32, 1), (4096, 16, 1), (8192, 64, 1), (16384, 16, 4))
+        sizes = ((8192, 32, 1), (8192, 64, 2), (32768, 16, 1))
         shapes = [_batch(suite, "kda_train", *s, flags=TRAINING) for s in sizes]
         shapes.append(Case(suite, "kda_train", PACKED_LENS, 32, 32, packed=True, flags=TRAINING))
         return _gated(shapes)
     if suite == "lightning":
-        prefill = ((8192, 64, 1), (32768, 16, 1), (131072, 8, 1), (2048, 32, 1), (16384, 32, 8), (2048, 4, 1))
+        prefill = ((8192, 64, 1), (32768, 64, 2), (32768, 16, 1), (131072, 8, 1), (2048, 32, 1), (16384, 32, 8))
         train = ((8192, 32, 1), (8192, 64, 1), (16384, 16, 4))
         cases = [_batch(suite, "lightning_prefill", *s, gate=SLOPES) for s in prefill]
         cases.append(Case(suite, "lightning_prefill", PACKED_LENS, 64, 64, gate=SLOPES, packed=True))
         return cases + [_batch(suite, "lightning_train", *s, gate=SLOPES, flags=()) for s in train]
     if suite == "decode":
-        kda = [Case(suite, "kda_decode", (1,) * N, H, H) for N, H in ((1, 32), (8, 32), (64, 32), (256, 32), (64, 12), (256, 96))]
+        rows = (1, 8, 64, 256)
+        kda = [Case(suite, "kda_decode", (1,) * N, 32, 32) for N in rows]
+        kda += [Case(suite, "kda_decode", (tokens,) * N, 32, 32, pool=pool) for pool, tokens in STEPS for N in rows]
+        kda += [Case(suite, "kda_decode", (1,) * N, H, H) for N, H in ((64, 12), (256, 96))]
         lightning = [replace(c, op="lightning_decode", gate=SLOPES) for c in kda]
         return [c for pair in zip(kda, lightning) for c in pair]
     if suite == "gva":
@@ -142,6 +146,7 @@ def _on_cpu(suite: str) -> list[Case]:
         shapes.append(_batch(suite, "lightning_train", 512, 4, 1, gate=SLOPES, flags=()))
     elif suite == "decode":
         shapes = [Case(suite, "kda_decode", (1,) * N, 4, 4) for N in (1, 16)]
+        shapes.append(replace(shapes[1], lens=(4,) * 16, pool="bfloat16"))
         shapes += [replace(c, op="lightning_decode", gate=SLOPES) for c in shapes]
     elif suite == "gva":
         shapes = [_batch(suite, "kda_prefill", 512, 2, 1, HV=4)]

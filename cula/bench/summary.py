@@ -127,6 +127,10 @@ def groups(rows: Sequence[Row]) -> list[Group]:
             words.append(f"{case['gate']} gate")
         if row["suite"] == "dist":
             words.append(case["mode"])
+        if row["suite"] == "decode" and (case["lens"][0], case.get("pool", "float32")) != (1, "float32"):
+            words.append(f"{case['lens'][0]} tokens, {case['pool']} states")
+        if row.get("forced"):
+            words.append(f"backend {row['forced']}")
         found.setdefault((row["suite"], ", ".join(words)), []).append(row)
     return [Group(suite, name, tuple(members)) for (suite, name), members in found.items()]
 

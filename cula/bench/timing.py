@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -135,6 +136,18 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
     peak = torch.cuda.max_memory_allocated(device) - before
     del kept
     return peak
+
+
+def tune_for(warm_up_ms: int, repeat_ms: int) -> None:
+    """How long Triton's tuners, a peer's mostly, time each variant from now on; left alone they take 25 and 100 ms.
+
+    The verdict is still a median of cold-L2 events on an idle device, of a dozen samples even for a call of 2 ms.
+    """
+    from triton.runtime import driver
+    from triton.testing import do_bench
+
+    bench = functools.partial(do_bench, warmup=warm_up_ms, rep=repeat_ms)
+    driver.active.get_benchmarker = lambda: bench
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured: the default shapes, any shape from the command line, and the bytes each must move."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +35,16 @@ def test_cases_have_distinct_names_and_survive_json(suite, device):
     for case in cases:
         assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
     assert build([suite], device, limit=1) == cases[:1]
+
+
+def test_the_shapes_that_speed_is_claimed_for():
+    """Measured by default and first, so that a cut budget leaves them."""
+    shapes = {suite: [c.shape for c in build([suite], "cuda")] for suite in ("kda-train", "lightning")}
+    assert shapes["kda-train"][:3] == ["H=32, 1x8192", "H=64, 2x4096", "H=16, 1x32768"]
+    assert shapes["lightning"][:5] == ["H=64, 1x8192", "H=64, 2x16384", "H=16, 1x32768", "H=8, 1x131072", "H=32, 1x2048"]
+    decode = {(c.op, c.N, c.lens[0], c.pool) for c in build(["decode"], "cuda") if c.H == 32}
+    ops, pools = ("kda_decode", "lightning_decode"), ("float32", "bfloat16")
+    assert decode == set(itertools.product(ops, (1, 8, 64, 256), (1, 4), pools))
 
 
 def test_a_shape_from_the_command_line():
@@ -78,6 +90,8 @@ def test_the_floor_of_the_other_operations_by_hand():
     decode = Case("decode", "kda_decode", (1,) * 64, 32, 32)
     states = 2 * 64 * 32 * 128 * 128 * 4
     assert floor_bytes(decode) == states + 64 * 32 * (5 * 128 + 1) * 2
+    half = replace(decode, pool="bfloat16")
+    assert floor_bytes(half) == floor_bytes(decode) - states // 2 and half.id != decode.id and half.label != decode.label
     train = Case("kda-train", "kda_train", (128,), 1, 1, flags=())
     inputs, o = 128 * (4 * 128 + 1) * 2, 128 * 128 * 2
     assert floor_bytes(train) == (inputs + o) + (inputs + o) + inputs

@@ -149,3 +149,14 @@ def test_compare_sees_a_result_that_became_wrong(result, tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 1
     said = capsys.readouterr().out
     assert "was right, now failed (RuntimeError: boom)" in said and "1 cases only in the first file" in said
+
+
+def test_rows_of_a_forced_backend_stand_beside_the_others(result):
+    forced = copy.deepcopy(result)
+    for row in forced["rows"]:
+        row["forced"] = "triton"
+    rows = report.merge([result, forced])
+    assert len(rows) == 2 * len(result["rows"])
+    names = [group.name for group in summary.groups(rows)]
+    assert "kda-prefill, fast gate" in names and "kda-prefill, fast gate, backend triton" in names
+    assert report.merge([result, result]) == report.merge([result])

@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -72,6 +73,13 @@ def test_peers_are_shown_as_they_are(run):
         assert row["ratios"]["twin"] == pytest.approx(entries["twin"]["time_ms"] / entries["cula"]["time_ms"])
 
 
+def test_decode_of_several_tokens_from_bf16_states(run):
+    row = next(row for row in run(["decode"], limit=3)["rows"] if row["case"]["pool"] == "bfloat16")
+    assert row["label"] == "N=16 H=4 T=4, K=32 V=32, fast, bfloat16 states"
+    ours = row["entries"]["cula"]
+    assert ours["status"] == "ok" and ours["error"]["o"] < 1e-4 < ours["error"]["state"]  # o before the states are rounded
+
+
 def test_budget_stops_cleanly_and_resume_finishes(run, tmp_path):
     first = run(["kda-prefill"], limit=1)
     cut = run(["kda-prefill", "lightning"], limit=2, resume=True, budget=0)
@@ -84,6 +92,24 @@ def test_budget_stops_cleanly_and_resume_finishes(run, tmp_path):
     assert_valid(whole)
     with pytest.raises(FileExistsError, match="--resume"):
         run(["kda-prefill"])
+
+
+def test_resume_measures_rows_again_that_lack_a_peer(run):
+    alone = run(["kda-prefill"], limit=2)
+    assert all(set(row["entries"]) == {"cula"} for row in alone["rows"])
+    cut = run(["kda-prefill"], limit=2, resume=True, peers=FAKES[:1], budget=0)
+    assert cut["rows"] == alone["rows"] and len(cut["left_out"]) == 2
+    beside = run(["kda-prefill"], limit=2, resume=True, peers=FAKES[:1])
+    assert [r["id"] for r in beside["rows"]] == [r["id"] for r in alone["rows"]]
+    assert all(row["entries"]["twin"]["status"] == "ok" for row in beside["rows"])
+    assert run(["kda-prefill"], limit=2, resume=True)["rows"] == beside["rows"]
+
+
+def test_resume_refuses_rows_of_another_backend(run):
+    (row,) = run(["decode"], backend="torch")["rows"]
+    assert row["forced"] == "torch"
+    with pytest.raises(ValueError, match="backend 'torch'"):
+        run(["decode"], limit=2, resume=True)
 
 
 def test_resume_refuses_rows_of_other_source(run, tmp_path):
@@ -105,6 +131,8 @@ def test_command_line(tmp_path, capsys):
     assert "slow gate" in capsys.readouterr().out
     assert main(["run", "kda-prefill", "--peers", "flah", "--out", str(out)]) == 2
     assert "unknown peers" in capsys.readouterr().err
+    assert main(["run", "kda-prefill", "--tune-ms", "5", "--out", str(out)]) == 2
+    assert "two numbers" in capsys.readouterr().err
 
 
 def test_forced_backend_is_recorded(run):
@@ -131,21 +159,34 @@ def test_errors_of_zero_and_nan_survive_json(tmp_path):
     assert math.isnan(results.load(path)["error"])
 
 
-def test_kernels_are_compiled_once_for_each_number_of_heads():
+def test_every_call_is_compiled_once():
     cases = suites.build(["kda-prefill"], "cuda")
     todo = warm.units(cases, ["fla"], "auto", "cuda")
     of_fla = [values for name, _, values, _ in todo if name == "fla"]
     heads = {(v["H"], v["packed"], v["gate"]) for v in of_fla}
     assert {v["gate"] for v in of_fla} == {"fast", "init"}  # slow gates run the kernels of fast ones
-    assert max(sum(v["lens"]) for v in of_fla if not v["packed"]) <= warm.MAX_TOKENS * warm.MAX_SEQUENCES
+    assert max(sum(v["lens"]) * v["H"] for v in of_fla) <= warm.MAX_ROWS
     assert {H for H, _, _ in heads} == {4, 8, 10, 12, 16, 24, 32, 64, 96}
-    assert len(of_fla) < len(cases) and todo[0][0] == "fla"
+    assert len(of_fla) < len(cases) and todo[-1][0] == "fla"
 
 
-def test_warming_visits_every_unit(run):
+def test_warming_visits_every_unit():
     cases = [Case("decode", "lightning_decode", (1,), 1, 1, K=32, V=32, gate="slopes", dtype="float32")]
-    assert warm.warm(warm.units(cases, [], "auto", "cpu"), 1) == 1
+    assert warm.warm(warm.units(cases, [], "auto", "cpu"), 2) == 1
     assert warm.warm(warm.units(cases, [], "auto", "cpu"), 1, seconds=0) == 0
+
+
+def test_compiling_only_takes_every_variant_once_and_runs_none(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.bench.tuned_kernel"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert sorted(said["loaded"]) == ["double"] * 4 + ["negate"]
+    assert said["asked"] == 10  # the second walk asks for each again, and is told no
+    assert said["launched"] == [] and said["verdicts"] == 0 and said["restored"]
+    assert not list(tmp_path.rglob("*.autotune.json"))
+    assert said["tuner"] == {"warmup": 5, "rep": 20}  # after `timing.tune_for`
 
 
 def test_the_command_is_installed_under_its_name():
