@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
 
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32
 
@@ -32,6 +33,23 @@ def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: I32, dtype: cu
 
 
 @cute.jit
+def read_gates(by_channel: cute.Tensor, mma: cute.TiledMma, lane: I32, s: I32):
+    """Channels 16 s .. 16 s + 15 of [channel, token], tokens in pairs: 8 values [token, token / 8, channel / 8], channels r and
+    r + 8, tokens 2 c + .. and 8 more."""
+    r, c = lane // 4, lane % 4
+    g_type = by_channel.element_type
+    out = cute.make_rmem_tensor((8,), g_type)
+    if cutlass.const_expr(g_type.width == 16):
+        as_b = cute.make_tensor(out.iterator, cute.make_layout(((2, 2), 2, 1)))
+        ld = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma).get_slice(lane)
+        cute.copy(ld, ld.partition_S(by_channel)[None, s, 0], ld.retile(as_b)[None, 0, 0])
+    else:
+        for e in cutlass.range_constexpr(8):
+            out[e] = by_channel[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
+    return out
+
+
+@cute.jit
 def read_factors(table: cute.Tensor, row: I32, s: I32, c: I32, out: cute.Tensor):
     """A table's row at channels 16 s + 8 hi + 2 c + ci, for [ci, hi]."""
     for hi in cutlass.range_constexpr(2):
@@ -40,25 +58,48 @@ def read_factors(table: cute.Tensor, row: I32, s: I32, c: I32, out: cute.Tensor)
 
 
 @cute.jit
+def widen(x: cute.Tensor, out: cute.Tensor):
+    """bf16 to float32: an instruction a value, where a conversion takes two for every other one."""
+    pairs, bits = cute.recast_tensor(x, I32), cute.recast_tensor(out, I32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        bits[2 * i] = pairs[i] << 16
+        bits[2 * i + 1] = pairs[i] & I32(-0x10000)
+
+
+@cute.jit
 def activate(
     raw: cute.Tensor,
     out: cute.Tensor,
     slope: F32,
-    bias: F32,
+    bias: cutlass.Constexpr,
     unit: cute.Tensor,
     top: cute.Tensor,
     has_gate: cutlass.Constexpr,
 ):
-    """Log2 decays of four tokens of a channel: raw * unit, or sigmoid / unit; `top` keeps the largest that each token has had."""
-    x = cute.make_rmem_tensor((4,), F32)
-    for e in cutlass.range_constexpr(4):
-        x[e] = raw[e].to(F32)
-        if cutlass.const_expr(has_gate):
-            x[e] = cute.arch.rcp_approx(cute.math.exp2(slope * x[e] + bias, fastmath=True) * unit[e] + unit[e])
-        else:
-            x[e] = x[e] * unit[e]
-        top[e] = cute.arch.fmax(top[e], x[e])
-    flat(out, 0, 4).store(x.load().to(F16))
+    """Log2 decays, raw * unit or sigmoid / unit, of four tokens of each channel that `bias` has; `top` keeps the largest of each
+    token. Stage by stage: the latencies of one value are hidden by the others."""
+    n = 4 * len(bias)
+    x = cute.make_rmem_tensor((n,), F32)
+    if cutlass.const_expr(raw.element_type is BF16):
+        widen(raw, x)
+    else:
+        for e in cutlass.range_constexpr(n):
+            x[e] = raw[e]
+    if cutlass.const_expr(has_gate):
+        for e in cutlass.range_constexpr(n):
+            x[e] = slope * x[e] + bias[e // 4]
+        for e in cutlass.range_constexpr(n):
+            x[e] = cute.math.exp2(x[e], fastmath=True)
+        for e in cutlass.range_constexpr(n):
+            x[e] = x[e] * unit[e % 4] + unit[e % 4]
+        for e in cutlass.range_constexpr(n):
+            x[e] = cute.arch.rcp_approx(x[e])
+    else:
+        for e in cutlass.range_constexpr(n):
+            x[e] = x[e] * unit[e % 4]
+    for e in cutlass.range_constexpr(n):
+        top[e % 4] = cute.arch.fmax(top[e % 4], x[e])
+    flat(out, 0, n).store(x.load().to(F16))
 
 
 @cute.jit

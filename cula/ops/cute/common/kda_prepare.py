@@ -45,7 +45,17 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.fragments import activate, corner, flat, read_factors, read_rows, round_tf32, store_rows
+from cula.ops.cute.common.fragments import (
+    activate,
+    corner,
+    flat,
+    read_factors,
+    read_gates,
+    read_rows,
+    round_tf32,
+    store_rows,
+    widen,
+)
 from cula.ops.cute.common.inverse import below, blocks, inverse_columns, inverse_pair
 from cula.ops.cute.common.kda_cut import place
 from cula.ops.cute.common.tiles import (
@@ -68,7 +78,6 @@ BETA, BOUND = 128, 192  # where they begin
 # The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
 # back here, what is left is the error of rounding, without an instruction for each.
 UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
-UNROLL = 2  # of the loops over sixteen channels: code that fits the instruction cache
 
 
 class Kind(NamedTuple):
@@ -278,7 +287,7 @@ def prepare_chunk(
     L_scalar, rest_scalar = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
-        activate(rG, g16, slope, sBias[0], unit, top, has_gate)
+        activate(rG, g16, slope, (sBias[0],), unit, top, has_gate)
         L_scalar.fill(0.0)
         rest_scalar.fill(0.0)
         cute.gemm(mma_f16, L_scalar, until, g16, L_scalar)
@@ -293,28 +302,25 @@ def prepare_chunk(
     qq, kk = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]
     qq.fill(0.0)
     kk.fill(0.0)
-    for s in cutlass.range(8, unroll=UNROLL):
-        for src, tile, xx in ((srcQ, sQ, qq), (srcK, sK, kk)):
-            as_rows, as_columns = read_rows(ld, src, lane, s), cute.make_rmem_tensor(((2, 2), 2, 1), BF16)
-            columns = ld_n.get_slice(lane).partition_S(rows(tile))
-            cute.copy(ld_n, columns[None, None, s], ld_n.get_slice(lane).retile(as_columns)[None, None, 0])
-            for i in cutlass.range_constexpr(2):
-                of_half = cute.make_tensor(as_columns.iterator + 4 * i, cute.make_layout(((2, 2), 1)))
-                xx_i = corner(xx, 4 * i)
-                cute.gemm(mma_bf16, xx_i, cute.make_tensor(as_rows.iterator, cute.make_layout(((2, 2, 2), 1))), of_half, xx_i)
-        if cutlass.const_expr(not is_scalar):
-            raw_g, decay16 = cute.make_rmem_tensor(((2, 2), 2, 1), g_type), cute.make_rmem_tensor(((2, 2), 2, 1), F16)
-            if cutlass.const_expr(g_type.width == 16):
-                ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type)
-                ldG = cute.make_tiled_copy_B(ldmatrix, mma_bf16).get_slice(lane)
-                cute.copy(ldG, ldG.partition_S(by_channel(sG))[None, s, 0], ldG.retile(raw_g)[None, 0, 0])
-            else:
-                wide_g = by_channel(sG)
-                for e in cutlass.range_constexpr(8):
-                    raw_g[e] = wide_g[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
+    for two in cutlass.range(4, unroll=1):
+        at = (2 * two, 2 * two + 1)
+        raw_g = [] if cutlass.const_expr(is_scalar) else [read_gates(by_channel(sG), mma_bf16, lane, s) for s in at]
+        biases = [(sBias[16 * s + r], sBias[16 * s + 8 + r]) for s in at]
+        for s in at:
+            for src, tile, xx in ((srcQ, sQ, qq), (srcK, sK, kk)):
+                as_rows, as_columns = read_rows(ld, src, lane, s), cute.make_rmem_tensor(((2, 2), 2, 1), BF16)
+                columns = ld_n.get_slice(lane).partition_S(rows(tile))
+                cute.copy(ld_n, columns[None, None, s], ld_n.get_slice(lane).retile(as_columns)[None, None, 0])
+                for i in cutlass.range_constexpr(2):
+                    of_half = cute.make_tensor(as_columns.iterator + 4 * i, cute.make_layout(((2, 2), 1)))
+                    xx_i = corner(xx, 4 * i)
+                    cute.gemm(mma_bf16, xx_i, cute.make_tensor(as_rows.iterator, cute.make_layout(((2, 2, 2), 1))), of_half, xx_i)
+        decays16 = [cute.make_rmem_tensor(((2, 2), 2, 1), F16) for _ in raw_g]
+        for raw, decay16, bias in zip(raw_g, decays16, biases):
+            activate(raw, decay16, slope, bias, unit, top, has_gate)
+        for s, decay16 in zip(at, decays16):
             for j in cutlass.range_constexpr(2):
                 four = cute.make_tensor(decay16.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
-                activate(flat(raw_g, 4 * j, 4), four, slope, sBias[16 * s + 8 * j + r], unit, top, has_gate)
                 prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
                 prefix.fill(0.0)
                 cute.gemm(mma_f16, prefix, until, four, prefix)
@@ -377,7 +383,7 @@ def prepare_chunk(
     if tid == 0:
         mVec[number, hv, BOUND] = sBound[0] + sBound[1] + sBound[2] + sBound[3]
 
-    # -- first pass, sixteen channels at a time: k e^L, q e^L, kr, and the diagonal blocks of the scores
+    # -- first pass, two times sixteen channels at a time: k e^L, q e^L, kr, and the diagonal blocks of the scores
     accA, accP = [cute.make_rmem_tensor(((2, 2), 1, 2, 4), F32) for _ in range(2)]  # block columns 0..2; the diagonal is last
     accA.fill(0.0)
     accP.fill(0.0)
@@ -386,111 +392,130 @@ def prepare_chunk(
         st, st.retile(cute.make_tensor(x.iterator, cute.make_layout(((2, 2), 1, 2))))[None, None, 0], s
     )
     toKl, toQl, toKb, toQg, toKr = [st.partition_D(rows(s)) for s in (sKl, sQl, sKb, sQg, sKr)]
-    for s in cutlass.range(8, unroll=UNROLL):
-        since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
-        if cutlass.const_expr(is_scalar):
-            for e in cutlass.range_constexpr(8):
-                since[e], rest[e] = L_scalar[e % 4], rest_scalar[e % 4]
-        else:
-            sums16 = cute.make_rmem_tensor(((2, 2), 2, 1), F16)
-            cute.copy(ldT, decays[None, s, 0], ldT.retile(sums16)[None, 0, 0])
-            for total, which in ((since, until), (rest, after)):
+    for two in cutlass.range(4, unroll=1):
+        at = (2 * two, 2 * two + 1)
+        sums16 = [cute.make_rmem_tensor(((2, 2), 2, 1), F16) for _ in at]
+        if cutlass.const_expr(not is_scalar):
+            for s, four_of in zip(at, sums16):
+                cute.copy(ldT, decays[None, s, 0], ldT.retile(four_of)[None, 0, 0])
+        raw_q, raw_k = [[read_rows(ld, src, lane, s) for s in at] for src in (srcQ, srcK)]
+        backs, posts = [cute.make_rmem_tensor((4,), F32) for _ in at], [cute.make_rmem_tensor((4,), wide) for _ in at]
+        for s, back, post in zip(at, backs, posts):
+            read_factors(sInv, wid, s, c, back)
+            read_factors(sAfter, wid, s, c, post)
+        for s, four_of, raw8_q, raw8_k, back, post in zip(at, sums16, raw_q, raw_k, backs, posts):
+            since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
+            if cutlass.const_expr(is_scalar):
+                for e in cutlass.range_constexpr(8):
+                    since[e], rest[e] = L_scalar[e % 4], rest_scalar[e % 4]
+            for total, which in () if cutlass.const_expr(is_scalar) else ((since, until), (rest, after)):
                 total.fill(0.0)
                 for j in cutlass.range_constexpr(2):
-                    of_j, four = corner(total, 4 * j), cute.make_tensor(sums16.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
+                    of_j, four = corner(total, 4 * j), cute.make_tensor(four_of.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
                     cute.gemm(mma_f16, of_j, which, four, of_j)
-        xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
-        xq.store(read_rows(ld, srcQ, lane, s).load().to(F32))
-        xk.store(read_rows(ld, srcK, lane, s).load().to(F32))
-        back, post = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), wide)
-        read_factors(sInv, wid, s, c, back)
-        read_factors(sAfter, wid, s, c, post)
-        post8 = cute.make_rmem_tensor((8,), wide)
-        for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
-            ri, ch = e // 2 % 2, e % 2 + 2 * (e // 4)
-            up = cute.math.exp2(since[e], fastmath=True)
-            xk[e] = xk[e] * inv_k[ri]
-            down[e] = xk[e] * cute.math.exp2(rest[e], fastmath=True)
-            xk[e] = xk[e] * up
-            xq[e] = xq[e] * inv_q[ri] * up
-            kd[e] = down[e] * back[ch]
-            post8[e] = post[ch]
-        kl8, ql8, kr8, out = [cute.make_rmem_tensor((8,), dtype) for _ in range(4)]
-        kl8.store(xk.load().to(dtype))
-        ql8.store(xq.load().to(dtype))
-        kr8.store(down.load().to(dtype))
-        out.store(((kr8 if is_f16 else down).load() * post8.load()).to(dtype))
-        to_rows(kl8, toKl[None, None, s])
-        to_rows(ql8, toQl[None, None, s])
-        to_rows(out, toKr[None, None, s])
-        if cutlass.const_expr(not is_f16):
-            first, first8, b8 = [cute.make_rmem_tensor((n,), wide) for n in (4, 8, 8)]
-            read_factors(sBefore, wid, s, c, first)
+            xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
+            widen(raw8_q, xq)
+            widen(raw8_k, xk)
+            post8 = cute.make_rmem_tensor((8,), wide)
             for e in cutlass.range_constexpr(8):
-                first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
-            out.store((xk.load() * first8.load() * b8.load()).to(dtype))
-            to_rows(out, toKb[None, None, s])
-            out.store((xq.load() * first8.load()).to(dtype))
-            to_rows(out, toQg[None, None, s])
-        if wid < 3:  # for the warps below: [n-block = ri][hi][ci]
-            ours = cute.make_rmem_tensor((8,), dtype)
+                since[e] = cute.math.exp2(since[e], fastmath=True)
             for e in cutlass.range_constexpr(8):
-                ours[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = kr8[e]
-            cute.autovec_copy(ours, sX[None, lane, s, wid])
-        for hi in cutlass.range_constexpr(2):
-            a_k, a_q = [cute.make_rmem_tensor(((2, 2), 1), F32) for _ in range(2)]
-            for e in cutlass.range_constexpr(4):
-                a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = xk[e + 4 * hi], xq[e + 4 * hi]
-            for nb in cutlass.range_constexpr(2):
-                y = cute.recast_tensor(cute.make_tensor(kd.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1))), TF32)
-                for a, acc in ((a_k, accA), (a_q, accP)):
-                    d = corner(acc, 24 + 4 * nb)
-                    cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
+                rest[e] = cute.math.exp2(rest[e], fastmath=True)
+            for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
+                xk[e] = xk[e] * inv_k[e // 2 % 2]
+                xq[e] = xq[e] * inv_q[e // 2 % 2]
+            for e in cutlass.range_constexpr(8):
+                down[e] = xk[e] * rest[e]
+                xk[e] = xk[e] * since[e]
+                xq[e] = xq[e] * since[e]
+            for e in cutlass.range_constexpr(8):
+                kd[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+                post8[e] = post[e % 2 + 2 * (e // 4)]
+            kl8, ql8, kr8, out = [cute.make_rmem_tensor((8,), dtype) for _ in range(4)]
+            kl8.store(xk.load().to(dtype))
+            ql8.store(xq.load().to(dtype))
+            kr8.store(down.load().to(dtype))
+            out.store(((kr8 if is_f16 else down).load() * post8.load()).to(dtype))
+            to_rows(kl8, toKl[None, None, s])
+            to_rows(ql8, toQl[None, None, s])
+            to_rows(out, toKr[None, None, s])
+            if cutlass.const_expr(not is_f16):
+                first, first8, b8 = [cute.make_rmem_tensor((n,), wide) for n in (4, 8, 8)]
+                read_factors(sBefore, wid, s, c, first)
+                for e in cutlass.range_constexpr(8):
+                    first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
+                out.store((xk.load() * first8.load() * b8.load()).to(dtype))
+                to_rows(out, toKb[None, None, s])
+                out.store((xq.load() * first8.load()).to(dtype))
+                to_rows(out, toQg[None, None, s])
+            if wid < 3:  # for the warps below: [n-block = ri][hi][ci]
+                ours = cute.make_rmem_tensor((8,), dtype)
+                for e in cutlass.range_constexpr(8):
+                    ours[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = kr8[e]
+                cute.autovec_copy(ours, sX[None, lane, s, wid])
+            for hi in cutlass.range_constexpr(2):
+                a_k, a_q = [cute.make_rmem_tensor(((2, 2), 1), F32) for _ in range(2)]
+                for e in cutlass.range_constexpr(4):
+                    a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = xk[e + 4 * hi], xq[e + 4 * hi]
+                for nb in cutlass.range_constexpr(2):
+                    y = cute.recast_tensor(cute.make_tensor(kd.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1))), TF32)
+                    for a, acc in ((a_k, accA), (a_q, accP)):
+                        d = corner(acc, 24 + 4 * nb)
+                        cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
     for nb in cutlass.range_constexpr(2):
         for ri in cutlass.range_constexpr(2):
-            two = cute.make_rmem_tensor((1, 2), F32)
+            neighbours = cute.make_rmem_tensor((1, 2), F32)
             for ci in cutlass.range_constexpr(2):
                 e, row, col = 24 + ci + 2 * ri + 4 * nb, r + 8 * ri, 8 * nb + 2 * c + ci
-                two[ci] = accA[e] * b[ri] if col < row else F32(0.0)
+                neighbours[ci] = accA[e] * b[ri] if col < row else F32(0.0)
                 accP[e] = accP[e] if col <= row else F32(0.0)
-            cute.autovec_copy(two, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
+            cute.autovec_copy(neighbours, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
     cute.arch.sync_threads()
 
-    # -- second pass: kb and qg; blocks below the diagonal, our rows against another warp's registers as columns
+    # -- second pass: blocks below the diagonal, our rows against another warp's registers as columns; then kb and qg
     ld_l = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype), mma_bf16)
     srcKl, srcQl = [ld_l.get_slice(lane).partition_S(rows(s)) for s in (sKl, sQl)]
-    b16 = cute.make_rmem_tensor((8,), wide)
-    for e in cutlass.range_constexpr(8):
-        b16[e] = b[e // 2 % 2].to(wide)
-    for s in cutlass.range(8, unroll=UNROLL):
-        kl2, ql2 = read_rows(ld_l, srcKl, lane, s, dtype), read_rows(ld_l, srcQl, lane, s, dtype)
-        if cutlass.const_expr(is_f16):
-            pre, pre8, scaled8 = [cute.make_rmem_tensor((n,), F16) for n in (4, 8, 8)]
-            read_factors(sBefore, wid, s, c, pre)
-            for e in cutlass.range_constexpr(8):
-                pre8[e] = pre[e % 2 + 2 * (e // 4)]
-            scaled8.store(kl2.load() * pre8.load() * b16.load())
-            to_rows(scaled8, toKb[None, None, s])
-            scaled8.store(ql2.load() * pre8.load())
-            to_rows(scaled8, toQg[None, None, s])
-        for J in cutlass.range_constexpr(3):
-            if wid > J:
-                theirs = cute.make_rmem_tensor((8,), dtype)
+    as_a = lambda x: cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1)))
+    for J in cutlass.range_constexpr(3):
+        if wid > J:
+            which = I32(1)  # of the decays between two blocks
+            if cutlass.const_expr(J == 0):
+                which = I32(0) if wid == 2 else I32(2)
+            for s in cutlass.range(8, unroll=4):
+                our_k, our_q = [read_rows(ld_l, src, lane, s, dtype) for src in (srcKl, srcQl)]
+                theirs, between = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((4,), dtype)
                 cute.autovec_copy(sX[None, lane, s, J], theirs)
-                if wid > J + 1:  # whole blocks lie between
-                    which = I32(1)
-                    if cutlass.const_expr(J == 0):
-                        which = I32(0) if wid == 2 else I32(2)
-                    between, of_all = cute.make_rmem_tensor((4,), dtype), cute.make_rmem_tensor((8,), dtype)
+                if cutlass.const_expr(J < 2):
                     read_factors(sBetween, which, s, c, between)
+                    if wid == J + 1:  # nothing lies between
+                        between.fill(1.0)
+                    of_all = cute.make_rmem_tensor((8,), dtype)
                     for e in cutlass.range_constexpr(8):
                         of_all[e] = between[e % 4]
                     theirs.store((theirs.load().to(wide) * of_all.load().to(wide)).to(dtype))
                 for nb in cutlass.range_constexpr(2):
                     key = cute.make_tensor(theirs.iterator + 4 * nb, cute.make_layout(((2, 2), 1)))
-                    for a, acc in ((kl2, accA), (ql2, accP)):
+                    for ours, acc in ((our_k, accA), (our_q, accP)):
                         target = corner(acc, 8 * J + 4 * nb)
-                        cute.gemm(mma_scores, target, cute.make_tensor(a.iterator, cute.make_layout(((2, 2, 2), 1))), key, target)
+                        cute.gemm(mma_scores, target, as_a(ours), key, target)
+    if cutlass.const_expr(is_f16):
+        b16 = cute.make_rmem_tensor((8,), F16)
+        for e in cutlass.range_constexpr(8):
+            b16[e] = b[e // 2 % 2].to(F16)
+        for two in cutlass.range(4, unroll=1):
+            at = (2 * two, 2 * two + 1)
+            ours_l = [[read_rows(ld_l, src, lane, s, dtype) for src in (srcKl, srcQl)] for s in at]
+            pres = [cute.make_rmem_tensor((4,), F16) for _ in at]
+            for s, pre in zip(at, pres):
+                read_factors(sBefore, wid, s, c, pre)
+            for s, pre, (our_k, our_q) in zip(at, pres, ours_l):
+                pre8, scaled_k, scaled_q = [cute.make_rmem_tensor((8,), F16) for _ in range(3)]
+                for e in cutlass.range_constexpr(8):
+                    pre8[e] = pre[e % 2 + 2 * (e // 4)]
+                scaled_k.store(our_k.load() * pre8.load() * b16.load())
+                scaled_q.store(our_q.load() * pre8.load())
+                to_rows(scaled_k, toKb[None, None, s])
+                to_rows(scaled_q, toQg[None, None, s])
     # the diagonal's inverses, two a warp: by the warps that have had least to do
     if wid < 2:
         inverse_pair(sD, wid, 3 - wid, lane)
