@@ -174,9 +174,9 @@ def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | N
 def _cute_why_not_kda(p: KdaProblem) -> str | None:
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
-    if p.has_scalar_gate and not p.options.use_qk_l2norm_in_kernel:
-        return "takes one gate a head only with use_qk_l2norm_in_kernel=True"
-    if p.gate != "bounded" and not p.options.safe_gate:
+    if p.gate == "softplus":
+        return "has no softplus gate: pass lower_bound, or log decays"
+    if p.gate == "log" and not p.options.safe_gate and not p.has_scalar_gate:
         return "needs decays of -5 or more a token: lower_bound with the gate in the kernel, or safe_gate=True with log decays"
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in (torch.bfloat16, torch.float32):

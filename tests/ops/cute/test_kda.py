@@ -37,7 +37,7 @@ class Case:
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     gate: str = "bounded"  # or "log"
     has_scalar_gate: bool = False
-    decays: str = "random"  # of log gates: or "alternating", "zero", "fastest"
+    decays: str = "random"  # of log gates: or "alternating", "zero", "fastest", or "steep", which has no bound
     is_normalised: bool = True  # in the kernel
     are_keys_alike: bool = False
     g: torch.dtype = torch.bfloat16
@@ -67,6 +67,8 @@ CASES = [
     Case((200,), per_segment=2, shift=-8.0, size=1e-7),
     Case((150, 70), per_segment=1, shift=-6.0, HV=2, has_scalar_gate=True),
     Case((150,), per_segment=1, shift=-2.0, gate="log", g=torch.float32, has_scalar_gate=True, is_packed=False),
+    Case((150, 20), per_segment=1, shift=-3.0, gate="log", decays="steep", has_scalar_gate=True),
+    Case((150,), per_segment=1, shift=-6.0, gate="log", decays="steep", has_scalar_gate=True, is_normalised=False),
     Case((200, 40), per_segment=2, shift=-8.0, is_normalised=False, HV=2, g=torch.float32),
     Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
 ]
@@ -94,8 +96,8 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
     if case.gate == "bounded":
         A_log, dt_bias = 0.1 * normal(case.HV), 0.1 * normal(case.HV, D) + case.shift
         dt_bias = dt_bias[:, 0].contiguous() if case.has_scalar_gate else dt_bias
-    elif case.decays == "random":
-        g = -5.0 * torch.sigmoid(g + case.shift)
+    elif case.decays in ("random", "steep"):
+        g = (-5.0 if case.decays == "random" else -2000.0) * torch.sigmoid(g + case.shift)
     else:
         odd = (torch.arange(T)[:, None, None] + torch.arange(D)) % 2 == 1
         g = {"alternating": -5.0 * odd, "zero": 0.0 * odd, "fastest": -5.0 + 0.0 * odd}[case.decays].expand_as(g)
@@ -109,7 +111,7 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
         use_gate_in_kernel=case.gate == "bounded",
         use_qk_l2norm_in_kernel=case.is_normalised,
         use_beta_sigmoid_in_kernel=True,
-        safe_gate=True,
+        safe_gate=case.decays != "steep",
         output_final_state=True,
     )
     p, x = check_kda(KdaInputs(*(None if t is None else t.to(device) for t in x)), options)
@@ -179,7 +181,7 @@ of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted(interpreted, case, sm):
     if sm == BLACKWELL_SM and case.has_scalar_gate and case.gate == "log":
-        pytest.skip("a variant less to compile: the gate is the prepare kernel's, which is Hopper's")
+        pytest.skip("variants less to compile: the gate is the prepare kernel's, which is Hopper's")
     check(case, "cpu", sm)
 
 
@@ -375,10 +377,11 @@ HOPPER = KdaProblem(
         ({"options": KdaOptions(safe_gate=True)}, None),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
         ({"K": 64}, "takes K = V = 128, and this call has K = 64"),
-        ({"has_scalar_gate": True}, "one gate a head only with use_qk_l2norm_in_kernel=True"),
-        ({"has_scalar_gate": True, "options": KdaOptions(safe_gate=True, use_qk_l2norm_in_kernel=True)}, None),
+        ({"has_scalar_gate": True}, None),
+        ({"has_scalar_gate": True, "options": KdaOptions()}, None),
+        ({"has_scalar_gate": True, "options": KdaOptions(use_gate_in_kernel=True)}, "has no softplus gate"),
         ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
-        ({"options": KdaOptions(use_gate_in_kernel=True)}, "needs decays of -5 or more a token"),
+        ({"options": KdaOptions(use_gate_in_kernel=True)}, "has no softplus gate"),
         ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),
         ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, "intermediate states"),
         ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, "keeps nothing for the backward"),

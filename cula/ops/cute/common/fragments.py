@@ -75,6 +75,7 @@ def activate(
     unit: cute.Tensor,
     top: cute.Tensor,
     has_gate: cutlass.Constexpr,
+    fastest: cutlass.Constexpr = None,
 ):
     """Log2 decays, raw * unit or sigmoid / unit, of four tokens of each channel that `bias` has; `top` keeps the largest of each
     token. Stage by stage: the latencies of one value are hidden by the others."""
@@ -97,6 +98,9 @@ def activate(
     else:
         for e in cutlass.range_constexpr(n):
             x[e] = x[e] * unit[e % 4]
+    if cutlass.const_expr(fastest is not None):
+        for e in cutlass.range_constexpr(n):
+            x[e] = cute.arch.fmax(x[e], F32(fastest))
     for e in cutlass.range_constexpr(n):
         top[e % 4] = cute.arch.fmax(top[e % 4], x[e])
     flat(out, 0, n).store(x.load().to(F16))

@@ -217,5 +217,4 @@ def kinds() -> Iterator[Kind]:
     """All that are compiled."""
     for dtype, g_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (True, False)):
         yield Kind(dtype, g_type, has_gate)
-        if dtype is F16:
-            yield Kind(dtype, g_type, has_gate, is_scalar=True)
+        yield Kind(dtype, g_type, has_gate, is_scalar=True)

@@ -20,7 +20,8 @@ Four warps; warp I owns rows 16 I .. 16 I + 15, and a [16, 128] array of it live
 
 Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
 diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
-of float32. A gate that may decay faster does not come here.
+of float32. A gate that may decay faster does not come here, unless there is one a head: then e^{L_t - L_i} is one number for an
+entry, and multiplies it.
 
 Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
 eigenvalues); bf16 otherwise.
@@ -78,6 +79,7 @@ BETA, BOUND = 128, 192  # where they begin
 # The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
 # back here, what is left is the error of rounding, without an instruction for each.
 UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
+FASTEST = -512.0  # log2 of a token's decay; what is faster is 0 in float32 all the same, and no infinity in fp16
 
 
 class Kind(NamedTuple):
@@ -287,7 +289,7 @@ def prepare_chunk(
     L_scalar, rest_scalar = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
-        activate(rG, g16, slope, (sBias[0],), unit, top, has_gate)
+        activate(rG, g16, slope, (sBias[0],), unit, top, has_gate, FASTEST)
         L_scalar.fill(0.0)
         rest_scalar.fill(0.0)
         cute.gemm(mma_f16, L_scalar, until, g16, L_scalar)
@@ -424,12 +426,19 @@ def prepare_chunk(
             for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
                 xk[e] = xk[e] * inv_k[e // 2 % 2]
                 xq[e] = xq[e] * inv_q[e // 2 % 2]
+            left_k, left_q = xk, xq  # operands of the diagonal blocks, beside kd
+            if cutlass.const_expr(is_scalar):  # those decay later, entry by entry
+                left_k, left_q = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
+                left_k.store(xk.load())
+                left_q.store(xq.load())
+                kd.store(xk.load())
             for e in cutlass.range_constexpr(8):
                 down[e] = xk[e] * rest[e]
                 xk[e] = xk[e] * since[e]
                 xq[e] = xq[e] * since[e]
             for e in cutlass.range_constexpr(8):
-                kd[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+                if cutlass.const_expr(not is_scalar):
+                    kd[e] = down[e] * back[e % 2 + 2 * (e // 4)]
                 post8[e] = post[e % 2 + 2 * (e // 4)]
             kl8, ql8, kr8, out = [cute.make_rmem_tensor((8,), dtype) for _ in range(4)]
             kl8.store(xk.load().to(dtype))
@@ -456,7 +465,7 @@ def prepare_chunk(
             for hi in cutlass.range_constexpr(2):
                 a_k, a_q = [cute.make_rmem_tensor(((2, 2), 1), F32) for _ in range(2)]
                 for e in cutlass.range_constexpr(4):
-                    a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = xk[e + 4 * hi], xq[e + 4 * hi]
+                    a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = left_k[e + 4 * hi], left_q[e + 4 * hi]
                 for nb in cutlass.range_constexpr(2):
                     y = cute.recast_tensor(cute.make_tensor(kd.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1))), TF32)
                     for a, acc in ((a_k, accA), (a_q, accP)):
@@ -467,6 +476,11 @@ def prepare_chunk(
             neighbours = cute.make_rmem_tensor((1, 2), F32)
             for ci in cutlass.range_constexpr(2):
                 e, row, col = 24 + ci + 2 * ri + 4 * nb, r + 8 * ri, 8 * nb + 2 * c + ci
+                if cutlass.const_expr(is_scalar):  # e^{L_t - L_i}: no decay is too fast for that
+                    L_col = cute.arch.shuffle_sync(L_scalar[2 * nb], 4 * (2 * c + ci))
+                    decay = F32(UNBIASED) * cute.math.exp2(L_scalar[2 * ri] - L_col, fastmath=True)
+                    accA[e] = accA[e] * decay
+                    accP[e] = accP[e] * decay
                 neighbours[ci] = accA[e] * b[ri] if col < row else F32(0.0)
                 accP[e] = accP[e] if col <= row else F32(0.0)
             cute.autovec_copy(neighbours, cute.local_tile(sD[None, None, wid], (1, 2), (r + 8 * ri, 4 * nb + c)))
