@@ -90,7 +90,8 @@ def _losses(rows: Sequence[Row]) -> list[str]:
         if entry["status"] in ("failed", "wrong"):
             lost.append(f"- {row['suite']}, {row['label']}: cuLA {entry['status']} ({entry.get('reason', '')})")
         elif best is not None and best[1] < 1:
-            lost.append(f"- {row['suite']}, {_op(row)}{row['label']}: {best[0]} takes {summary.times(best[1])} our time")
+            forced = f", backend {row['forced']}" if row.get("forced") else ""
+            lost.append(f"- {row['suite']}, {_op(row)}{row['label']}{forced}: {best[0]} takes {summary.times(best[1])} our time")
     body = lost or ["Nowhere in these results."]
     return ["## Where we lose", "", *body, ""]
 
@@ -202,7 +203,9 @@ def update_readme(readme: Path, results: Sequence[Result], rows: Sequence[Row], 
 
     name = short_name(results[-1])
     keep = (0, 2, 3, 4, 5, 6)
-    body = _md_table([summary.HEAD[i] for i in keep], [[g.cells()[i] for i in keep] for g in summary.groups(rows)])
+    groups = summary.groups(rows)
+    shown = [g for g in groups if g.is_headline] or groups
+    body = _md_table([summary.HEAD[i] for i in keep], [[g.cells()[i] for i in keep] for g in shown])
     block = [
         BEGIN,
         f"On {results[-1]['machine']['device']}, generated from result files; [all tables]({link(page)}).",

@@ -88,6 +88,13 @@ class Group:
     def losses(self) -> int:
         return sum(ratio < 1 for ratio, _ in self.against_best)
 
+    @property
+    def is_headline(self) -> bool:
+        """What most users call, as it is dispatched: for a short table."""
+        case = self.rows[0]["case"]
+        is_plain = self.suite != "decode" or (case["lens"][0], case.get("pool", "float32")) == (1, "float32")
+        return self.suite in HEADLINE and is_plain and not self.rows[0].get("forced")
+
     def cells(self) -> list[str]:
         """The line of a summary table, under `HEAD`."""
         floors, ratios = self.over_floor, self.against_best
@@ -103,6 +110,7 @@ class Group:
         ]
 
 
+HEADLINE = ("kda-prefill", "kda-train", "lightning", "decode")
 HEAD = (
     "suite",
     "right",
@@ -128,7 +136,8 @@ def groups(rows: Sequence[Row]) -> list[Group]:
         if row["suite"] == "dist":
             words.append(case["mode"])
         if row["suite"] == "decode" and (case["lens"][0], case.get("pool", "float32")) != (1, "float32"):
-            words.append(f"{case['lens'][0]} tokens, {case['pool']} states")
+            tokens = case["lens"][0]
+            words.append(f"{tokens} token{'s' if tokens > 1 else ''}, {case['pool']} states")
         if row.get("forced"):
             words.append(f"backend {row['forced']}")
         found.setdefault((row["suite"], ", ".join(words)), []).append(row)

@@ -87,7 +87,8 @@ class Schedule:
 def work(load: Load) -> Work:
     """Matrix products of the chunked forwards, counted; the other passes of KDA as multiples of it.
 
-    Those multiples come from one run of earlier kernels on an H200 (T = 8,192, 32 heads of 128, bf16; no result file yet):
+    Those multiples come from one run of earlier kernels on an H200 (T = 8,192, 32 heads of 128, bf16; docs/distributed.md has
+    the present ones beside them):
     forward 1.361 ms, map 1.088 ms, backward 3.961 ms (Triton); the gradient of the first state 1.14 forwards (PyTorch).
     """
     K, V, C = load.K, load.V, CHUNK
