@@ -131,8 +131,11 @@ def _triton_why_not(op: str, problem: Problem) -> str | None:
         return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
     if problem.K not in TRITON_HEAD_DIMS or problem.V not in TRITON_HEAD_DIMS:
         return f"takes head dims {TRITON_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
-    if op.startswith("kda") and problem.dtype == torch.float32 and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
-        return "float32 with K = 256 does not fit the tensor memory of this GPU"
+    if isinstance(problem, KdaProblem) and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
+        if problem.dtype == torch.float32:
+            return "float32 with K = 256 does not fit the tensor memory of this GPU"
+        if problem.gate != "bounded" and not problem.options.safe_gate:
+            return "decays without a bound with K = 256 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
     return None
 
 

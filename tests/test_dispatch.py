@@ -39,6 +39,8 @@ def test_a_cpu_gets_torch():
         ({"device": "cuda", "sm": (7, 5)}, "torch"),
         ({"device": "cuda", "sm": (9, 0), "K": 48}, "torch"),
         ({"device": "cuda", "sm": (10, 0), "K": 256, "dtype": torch.float32}, "torch"),
+        ({"device": "cuda", "sm": (10, 3), "K": 256}, "torch"),  # decays without a bound
+        ({"device": "cuda", "sm": (10, 3), "K": 256, "options": KdaOptions(safe_gate=True)}, "triton"),
         ({"device": "cpu", "sm": None}, "torch"),
     ],
 )

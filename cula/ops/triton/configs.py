@@ -42,7 +42,7 @@ class KdaConfig:
 
 
 @functools.cache
-def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -> KdaConfig:
+def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None, is_safe: bool) -> KdaConfig:
     """Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32; times: `docs/kda-triton.md`."""
     wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
     BV = min(64, V, K)
@@ -55,8 +55,10 @@ def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None) -
     if wide:
         BV = BV_bwd = min(16 if K > 128 else 32, V)
     prepare = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # slower: 32 channels, eight warps
-    if wide:  # three products for one: small tiles against spills, but one pass over K where products live in tensor memory
-        prepare = Tile(K, 0, num_warps=8, num_stages=1) if sm and sm[0] == 10 else Tile(16, 0, num_warps=4, num_stages=1)
+    if wide:  # three products for one: small tiles against spills
+        prepare = Tile(16, 0, num_warps=4, num_stages=1)
+    if sm and sm[0] == 10 and (wide or not is_safe):  # sums over K that do not fit tensor memory beside each other: one pass
+        prepare = Tile(K, 0, num_warps=8, num_stages=1)
     return KdaConfig(
         prepare=prepare,
         state=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # slower: 8 warps, 3 stages

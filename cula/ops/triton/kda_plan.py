@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def plan_kda(p: KdaProblem, device: torch.device, cu_seqlens: Tensor | None) -> Plan:
-    config = kda_config(p.dtype, p.K, p.V, p.sm)
+    config = kda_config(p.dtype, p.K, p.V, p.sm, is_safe(p))
     NT = triton.cdiv(p.T, CHUNK)
     seg = kda_segment_chunks(p, multiprocessors(device), config.state.BV) if p.T else 0
     if not p.is_packed:
