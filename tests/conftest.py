@@ -17,17 +17,16 @@ if not HAS_GPU:
 
 from cula.dispatch import BACKENDS  # noqa: E402
 
-LONG = ("test_ranks.py", "test_on_gpu.py")
+LONG = ("test_ranks.py", "test_on_gpu.py") if HAS_GPU else ("test_compile.py",)
 
 
 def pytest_collection_modifyitems(config, items):
     """`gpu` marks tests that need one; every test that takes a backend runs on the GPU where there is one.
 
-    There, what compiles most kernels or starts processes comes first, so that no worker is left alone with it at the end
-    (`pytest -m gpu -n 14 --maxschedchunk 1`).
+    What compiles most kernels or starts processes comes first, so that no worker is left alone with it at the end (on a GPU:
+    `pytest -m gpu -n 14 --maxschedchunk 1`).
     """
-    if HAS_GPU:
-        items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if "backend" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu) if HAS_GPU else None
