@@ -18,14 +18,15 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_SPILL = {"16 bit, up to 128": 2000, "other": 24000}
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 103, 120])
-def test_kernels_compile_and_fit(arch):
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("arch", [100, 90, 103, 80, 120])
+def test_kernels_compile_and_fit(arch, part):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton.compile_variants", str(arch)]
+    command = [sys.executable, "-m", "tests.ops.triton.compile_variants", str(arch), str(part)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=800)
     assert run.returncode == 0, run.stderr[-3000:]
     reports = json.loads(run.stdout)
-    assert len(reports) > 20
+    assert len(reports) > 10
     for r in reports:
         assert r["fits"], f"too much shared memory: {r}"
         assert not r["faults"], f"ptxas went wrong: {r}"
