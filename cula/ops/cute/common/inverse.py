@@ -22,12 +22,12 @@ def blocks(n):
 
 
 @cute.jit
-def inverse_pair(blocks: cute.Tensor, first: I32, second: I32, lane: I32):
-    """Blocks first and second <- (I + strict lower block)^{-1}, 16x16 each, by one warp: in float32, then rounded to tf32.
+def inverse_pair(sD: cute.Tensor, first: I32, second: I32, lane: I32):
+    """Blocks first and second of sD <- (I + strict lower block)^{-1}, by one warp: in float32, then rounded to tf32.
 
     Half a warp a block, a lane a column; row i needs x_{i-1} last.
     """
-    block, j = blocks[None, None, first if lane < 16 else second], lane % 16
+    block, j = sD[None, None, first if lane < 16 else second], lane % 16
     x, row = cute.make_rmem_tensor((16,), F32), cute.make_rmem_tensor((16,), F32)
     for i in cutlass.range_constexpr(16):
         x[i] = F32(1.0) if j == i else F32(0.0)
