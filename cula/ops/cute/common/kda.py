@@ -172,8 +172,8 @@ def kda_host(
         lg,
         kind,
     ).launch(
-        grid=(HV, chunks, 1),
-        block=(128, 1, 1),
+        grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
+        block=(256, 1, 1),
         stream=stream,
         min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
