@@ -271,7 +271,8 @@ def cula_lightning(
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
     who = "cula_lightning"
-    x = LightningInputs(Q, K, V, decay, initial_state, cu_seqlens)
+    tensors = (Q, K, V, decay, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state)
+    x = LightningInputs(*tensors[:6])
     wants_state = output_final_state or state_pool is not None
     if torch.compiler.is_compiling():
         _refuse_under_compile(who, kwargs, out=out)
@@ -282,12 +283,11 @@ def cula_lightning(
             write_pool(state_pool, initial_state_indices, final_state)
         return o, final_state if output_final_state else None
 
-    around = (state_pool, initial_state_indices, has_initial_state, out)
     scale = scale if scale is None else float(scale)
     words = (scale, output_final_state, chunk_size, device, backend)
-    plan = None if kwargs else _lightning_plans.find((*x, *around), words)
-    if plan is not None:
-        return plan((*x, *around))
+    plan = None if kwargs else _lightning_plans.find(tensors, words)
+    if plan is not None and (done := plan(tensors)) is not None:
+        return done
     given = x
     problem, x = contract.check_lightning(x, scale=scale, output_final_state=wants_state, chunk_size=chunk_size, who=who)
     contract.check_device_argument(device, Q, who)
@@ -301,8 +301,10 @@ def cula_lightning(
         return o, final_state if output_final_state else None
     run = functools.partial(_infer_lightning, problem, choice, output_final_state)
     if not kwargs and _is_as_given(x, given):
-        _lightning_plans.keep((*given, *around), words, run)
-    return run((*x, *around))
+        make = choice.backend.find("lightning_fwd_again") if state_pool is None else None
+        again = None if make is None else make(problem, x, out)
+        _lightning_plans.keep(tensors, words, run if again is None else again)
+    return run((*x, *tensors[6:]))
 
 
 _lightning_plans = plans.Plans()
@@ -311,8 +313,8 @@ _lightning_plans = plans.Plans()
 def _infer_lightning(
     problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a checked call that needs no gradient; tensors are `LightningInputs`, then the pool, its two vectors, and out."""
-    x, (pool, indices, has_initial_state, out) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
+    """Run a checked call that needs no gradient; tensors are `LightningInputs`, then out, a pool and its two vectors."""
+    x, (out, pool, indices, has_initial_state) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
     with operators.on_device_of(x.q):
         if pool is None or indices is None:
             o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)

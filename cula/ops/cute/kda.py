@@ -18,7 +18,7 @@ from torch import Tensor
 from cula.contract import KdaInputs, KdaProblem
 from cula.ops import KdaForward, Plan
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import TMA_BYTES, as_states, as_tokens, stream_of
+from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
 from cula.ops.host import current_device, current_stream, empty, form_of
 
 # by compute capability
@@ -155,10 +155,6 @@ def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) 
         return o, ht
 
     return again
-
-
-def address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, work: Tensor) -> tuple[int, ...]:
