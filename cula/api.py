@@ -272,6 +272,13 @@ def cula_lightning(
     """
     who = "cula_lightning"
     tensors = (Q, K, V, decay, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state)
+    words: Any = None
+    if not (kwargs or torch.compiler.is_compiling()):
+        scale = scale if scale is None else float(scale)
+        words = (scale, output_final_state, chunk_size, device, backend)
+        plan = _lightning_plans.find(tensors, words)
+        if plan is not None and (done := plan(tensors)) is not None:
+            return done
     x = LightningInputs(*tensors[:6])
     wants_state = output_final_state or state_pool is not None
     if torch.compiler.is_compiling():
@@ -283,11 +290,6 @@ def cula_lightning(
             write_pool(state_pool, initial_state_indices, final_state)
         return o, final_state if output_final_state else None
 
-    scale = scale if scale is None else float(scale)
-    words = (scale, output_final_state, chunk_size, device, backend)
-    plan = None if kwargs else _lightning_plans.find(tensors, words)
-    if plan is not None and (done := plan(tensors)) is not None:
-        return done
     given = x
     problem, x = contract.check_lightning(x, scale=scale, output_final_state=wants_state, chunk_size=chunk_size, who=who)
     contract.check_device_argument(device, Q, who)
@@ -300,7 +302,7 @@ def cula_lightning(
         o, final_state = operators.lightning(problem, x, backend, out)
         return o, final_state if output_final_state else None
     run = functools.partial(_infer_lightning, problem, choice, output_final_state)
-    if not kwargs and _is_as_given(x, given):
+    if words is not None and _is_as_given(x, given):
         make = choice.backend.find("lightning_fwd_again") if state_pool is None else None
         again = None if make is None else make(problem, x, out)
         _lightning_plans.keep(tensors, words, run if again is None else again)
