@@ -23,7 +23,9 @@ from cula.ops.cute.common.tiles import (
     F16,
     F32,
     I32,
+    at_address,
     by_head,
+    of_tokens,
     tile_layout,
     tma_load,
     tma_store,
@@ -98,12 +100,11 @@ def kda_host(
     (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps), dtype, stream)` is the architecture's.
     """
     dtype = kind.dtype
-    at_address = lambda t, a, align: cute.make_ptr(t, a, cute.AddressSpace.gmem, assumed_align=align)
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
     of_g = at_address(kind.g_type, g, kind.g_type.width // 8 if cutlass.const_expr(kind.is_scalar) else 16)
     gates = cute.make_tensor(of_g, cute.make_layout((T, HV), stride=(g_token, g_head)))
-    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, (g_token, g_head))
+    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, 128, (g_token, g_head))
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
     mBeta = cute.make_tensor(at_address(F32, beta, 4), by_token)
     mBeta16 = cute.make_tensor(at_address(BF16, beta, 2), by_token)
@@ -187,14 +188,6 @@ def kda_host(
         (has_h0, has_ht, per_segment, length, steps, segments, has_maps),
         dtype,
         stream,
-    )
-
-
-def of_tokens(address: Any, T: Any, heads: Any, strides: Any) -> Any:
-    """[T, heads, 128]; strides are multiples of 16 bytes, as TMA wants them."""
-    unit = 128 // address.dtype.width
-    return cute.make_tensor(
-        address, cute.make_layout((T, heads, 128), stride=(*(cute.assume(s, divby=unit) for s in strides), 1))
     )
 
 
