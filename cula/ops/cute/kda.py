@@ -37,9 +37,11 @@ class Cut(NamedTuple):
     segments: int
     per_segment: int  # chunks
     has_maps: bool  # some sequence may be cut
+    helpers: int = 0  # blocks a head that make maps only
 
     def bytes(self, HV: int) -> int:
-        return HV * (self.chunks * CHUNK_BYTES + (self.segments * MAP_BYTES if self.has_maps else 0))
+        flags = -(-4 * HV * self.segments // 128) * 128
+        return HV * (self.chunks * CHUNK_BYTES + (self.segments * MAP_BYTES if self.has_maps else 0)) + flags
 
 
 def cut(problem: KdaProblem, num_sms: int) -> Cut:
@@ -50,19 +52,20 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.75 * math.sqrt(mean))))))
     if wanted == 1 and p.is_packed:
-        return cut_into(p, -(-p.T // CHUNK) + 1)  # longer than any sequence
-    return cut_into(p, -(-mean // wanted))
+        return cut_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
+    return cut_into(p, -(-mean // wanted), num_sms)
 
 
-def cut_into(problem: KdaProblem, per_segment: int) -> Cut:
-    """Segments of so many chunks."""
+def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
+    """Segments of so many chunks. The maps of a single sequence may keep multiprocessors busy that have no segment."""
     p = problem
     if p.is_packed:
         chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
     else:
         chunks_of_one = -(-p.T // CHUNK)
         chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
-    return Cut(chunks, segments, per_segment, segments > p.N)
+    helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
+    return Cut(chunks, segments, per_segment, segments > p.N, helpers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,6 +191,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None
         cut.segments,
         cut.per_segment,
         int(cut.has_maps),
+        cut.helpers,
     )
 
 

@@ -41,6 +41,7 @@ class Work(NamedTuple):
     T: Any  # [64 records, 64], transposed
     P: Any  # [64 records, 64]
     vec: Any  # [chunks, HV, VEC]
+    done: Any  # [maps]: how many of a map's two halves there are
     all_vecs: Any  # the same as [records, VEC]
     B: Any  # [maps, 128, 128]
     M: Any  # [2 maps, 128, 128]: hi, lo
@@ -88,6 +89,7 @@ def kda_host(
     segments: I32,
     per_segment: I32,
     has_maps: I32,
+    helpers: I32,
     stream,
     kind: cutlass.Constexpr,
     launch_state: cutlass.Constexpr,
@@ -97,7 +99,7 @@ def kda_host(
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps), dtype, stream)` is the architecture's.
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's.
     """
     dtype = kind.dtype
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
@@ -130,6 +132,8 @@ def kda_host(
     mVec = cute.make_tensor(part(F32, at), cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1)))
     all_vecs = cute.make_tensor(part(F32, at), cute.make_layout((records, VEC), stride=(VEC, 1)))
     at += records64 * (VEC * 4)
+    mDone = cute.make_tensor(part(I32, at), cute.make_layout(maps))
+    at += (maps64 * 4 + 127) // 128 * 128
     mB = cute.make_tensor(part(F32, at), cute.make_layout((maps, 128, 128), stride=(STATE, 128, 1)))
     at += maps64 * (STATE * 4)
     mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
@@ -158,6 +162,7 @@ def kda_host(
         mT,
         mP,
         mVec,
+        mDone,
         mCu,
         scale,
         lower,
@@ -181,11 +186,11 @@ def kda_host(
     )
 
     launch_state(
-        Work(tiles, mT, mP, mVec, all_vecs, mB, mM, all_m),
+        Work(tiles, mT, mP, mVec, mDone, all_vecs, mB, mM, all_m),
         (mV, mO),
         (mH0, mHt),
         mCu,
-        (has_h0, has_ht, per_segment, length, steps, segments, has_maps),
+        (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers),
         dtype,
         stream,
     )
@@ -200,7 +205,7 @@ def arguments(kind: Kind) -> tuple[Any, ...]:
         F32(1.0),
         F32(-5.0),
         F32(1.0),
-        *(I32(1) for _ in range(9)),
+        *(I32(1) for _ in range(10)),
         make_fake_stream(),
         kind,
     )

@@ -125,6 +125,7 @@ def prepare_kernel(
     mT: cute.Tensor,
     mP: cute.Tensor,
     mVec: cute.Tensor,
+    mDone: cute.Tensor,
     mCu: cute.Tensor,
     scale: F32,
     lower: F32,
@@ -148,6 +149,9 @@ def prepare_kernel(
     if length == 0:  # packed: the grid has one row of numbers for all sequences
         _, first, begin, tokens = place(number, 64, mCu, length, steps)
         chunk = number - first
+    map_number = number * mVec.shape[1] + hv
+    if map_number < cute.size(mDone) and cute.arch.thread_idx()[0] == 0:
+        mDone[map_number] = I32(0)  # for the kernels to come
     start = chunk * 64
     if start < tokens:
         prepare_chunk(
