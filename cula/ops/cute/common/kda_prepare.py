@@ -79,6 +79,7 @@ from cula.ops.cute.common.tiles import (
 
 LOG2E = 1.4426950408889634
 TILE, HALF = 64 * 128 * 2, 64 * 64 * 2  # bytes of a tile, and of half of its columns
+TMA_WARP = 4  # that stores
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
 VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
 BETA, BOUND = 128, 192  # where they begin
@@ -208,14 +209,14 @@ def prepare_chunk(
     smem = SmemAllocator()
     both = tile_layout(64, 128, 2)
     sKQ = allocate_tile(smem, both)  # k, q
-    loads = [(tma_k, sKQ[None, None, KEYS], gK, h), (tma_q, sKQ[None, None, QUERIES], gQ, h)]
+    loads = [(tma_k, sKQ[None, None, KEYS], gK, h, 1), (tma_q, sKQ[None, None, QUERIES], gQ, h, 1)]
     # results take the place of what they were made of; a float32 g is of another shape
     sKbQg = tile_at(sKQ, both, dtype)
     if cutlass.const_expr(is_scalar):
         sKr = allocate_tile(smem, lt, dtype)
     else:
         sG = allocate_tile(smem, lg, g_type)
-        loads = [(tma_g, sG, gG, hv), *loads]
+        loads = [(tma_g, sG, gG, hv, 0), *loads]
         sKr = tile_at(sG, lt, dtype) if cutlass.const_expr(g_type.width == 16) else allocate_tile(smem, lt, dtype)
     sDecay = tile_at(sKr, lt, F16)
     # k e^L and q e^L between the passes. fp16 can afford to round them before the last factors are multiplied in, bf16 cannot.
@@ -239,22 +240,24 @@ def prepare_chunk(
     sBias = smem.allocate_tensor(F32, cute.make_layout(128), byte_alignment=16)
     sNorm, sTop = [smem.allocate_tensor(F32, cute.make_layout((64, 2)), byte_alignment=16) for _ in range(2)]
     sBound = smem.allocate_tensor(F32, cute.make_layout(4), byte_alignment=16)
-    bar = smem.allocate_array(cutlass.Int64, 1)
+    bars = smem.allocate_array(cutlass.Int64, 2)  # g; k and q
 
     # -- q, k and g on their way
     if wid == 0:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_init(bar, 1)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(bars + i, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     if wid == 0:
         with cute.arch.elect_one():
-            g_bytes = 0 if cutlass.const_expr(is_scalar) else cute.size_in_bytes(g_type, lg)
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * cute.size_in_bytes(BF16, lt) + g_bytes)
-        for atom, s, g, head in loads:
+            if cutlass.const_expr(not is_scalar):
+                cute.arch.mbarrier_arrive_and_expect_tx(bars, cute.size_in_bytes(g_type, lg))
+            cute.arch.mbarrier_arrive_and_expect_tx(bars + 1, 2 * TILE)
+        for atom, s, g, head, bar in loads:
             at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
             s_part, g_part = tma_split(atom, s, at)
-            cute.copy(atom, g_part, s_part, tma_bar_ptr=bar)
+            cute.copy(atom, g_part, s_part, tma_bar_ptr=bars + bar)
     # so are beta of our two rows and the gate's constants; nobody waits for them yet
     raw_b = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
@@ -272,26 +275,12 @@ def prepare_chunk(
         slope = F32(-LOG2E) * cute.math.exp2(mA[hv] * F32(LOG2E))
         if tid < 128:
             sBias[tid] = slope * mBias[hv, tid]
-        cute.arch.sync_threads()
-    cute.arch.mbarrier_wait(bar, 0)
 
-    if left < 64:  # rows past the end belong to someone else
-        row = tid // 4
-        if row >= left:
-            for _, s, _, _ in loads:
-                zero = cute.make_rmem_tensor((1, 8), s.element_type)
-                zero.fill(0.0)
-                for p in cutlass.range_constexpr(4):
-                    cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 4 * 4 + p)))
-        cute.arch.sync_threads()
-
-    # -- log2 decays, read with tokens in pairs (the B operand of their sums) and left in their places as fp16. The largest of a
-    # token bounds what any channel of a state keeps.
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
         token = 16 * block_row + 2 * c + e % 2 + 8 * (e // 2)
         if cutlass.const_expr(has_gate):
-            unit[e] = cutlass.max(F32(-1e37), F32(1.0) / (lower * F32(LOG2E))) if token < left else F32(-1e37)
+            unit[e] = cutlass.max(F32(-1e37), cute.arch.rcp_approx(lower * F32(LOG2E))) if token < left else F32(-1e37)
         else:
             unit[e] = F32(LOG2E) if token < left else F32(0.0)
     top.fill(-1e30)
@@ -299,6 +288,24 @@ def prepare_chunk(
     for e in cutlass.range_constexpr(8):
         until[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
         after[e] = F16(1.0) - until[e]
+
+    if left < 64:  # rows past the end belong to someone else
+        if cutlass.const_expr(not is_scalar):
+            cute.arch.mbarrier_wait(bars, 0)
+        cute.arch.mbarrier_wait(bars + 1, 0)
+        row = tid // 4
+        if row >= left:
+            for _, s, _, _, _ in loads:
+                zero = cute.make_rmem_tensor((1, 8), s.element_type)
+                zero.fill(0.0)
+                for p in cutlass.range_constexpr(4):
+                    cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 4 * 4 + p)))
+    cute.arch.sync_threads()  # the bias is there, too
+    if cutlass.const_expr(not is_scalar):
+        cute.arch.mbarrier_wait(bars, 0)
+
+    # -- log2 decays, read with tokens in pairs (the B operand of their sums) and left in their places as fp16. The largest of a
+    # token bounds what any channel of a state keeps.
     L_scalar, rest_scalar = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
@@ -311,27 +318,18 @@ def prepare_chunk(
             for j in cutlass.range_constexpr(8):
                 at = 64 * side + 8 * j + 2 * c
                 sSum[block_row, at], sSum[block_row, at + 1] = L_scalar[2], L_scalar[3]
-    # squares of rows, the diagonal of x x^T, come with it
     kq_at = lane_address(sKQ, block_row, lane) + HALF * side  # our channels of k; q is a tile further, others where `from_k` says
     from_k = lambda t: I32(t.iterator.toint()) - I32(sKQ.iterator.toint())
     bias_at, sum_at = I32(sBias.iterator.toint()) + 256 * side + 4 * r, I32(sSum.iterator.toint()) + 512 * block_row + 256 * side + 8 * c
-    if cutlass.const_expr(not is_scalar):
+    if cutlass.const_expr(not is_scalar and g_type.width == 32):
         of_channels = cute.local_tile(swapped(cute.local_tile(sG, (16, 128), (block_row, 0))), (64, 16), (side, 0))
-    xx = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
-    xx.fill(0.0)
-    for n in cutlass.range(4, unroll=1):
-        if cutlass.const_expr(not is_scalar):
-            raw_g = read_gates32(of_channels, lane, n) if cutlass.const_expr(g_type.width == 32) else load_matrix((kq_at ^ 32 * n) + from_k(sG), g_type, True)
+    if cutlass.const_expr(not is_scalar):
+        for n in cutlass.range(4, unroll=1):
             bias = [at_address(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
-        for two in cutlass.range_constexpr(2):
-            x = load_matrix((kq_at + HALF * side ^ 32 * n) + HALF * two, BF16)
-            for i in cutlass.range_constexpr(2):
-                column = cute.make_rmem_tensor(((2, 2), 1), BF16)  # rows as columns: the same registers
-                for e in cutlass.range_constexpr(4):
-                    column[e] = x[e % 2 + 2 * i + 4 * (e // 2)]
-                xx_i = corner(xx, 4 * i)
-                cute.gemm(mma_bf16, xx_i, as_a(x), column, xx_i)
-        if cutlass.const_expr(not is_scalar):
+            if cutlass.const_expr(g_type.width == 32):
+                raw_g = read_gates32(of_channels, lane, n)
+            else:
+                raw_g = load_matrix((kq_at ^ 32 * n) + from_k(sG), g_type, True)
             decay16 = cute.make_rmem_tensor((8,), F16)
             activate(raw_g, decay16, slope, bias, unit, top, has_gate)
             for j in cutlass.range_constexpr(2):
@@ -343,6 +341,19 @@ def prepare_chunk(
                     last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((2, 1)))
                     cute.autovec_copy(last_row, at_address(sum_at + 64 * n + 32 * j, F32, 2, 8))
             store_matrix(decay16, (kq_at ^ 32 * n) + from_k(sKr), True)
+    # squares of rows are the diagonal of x x^T
+    cute.arch.mbarrier_wait(bars + 1, 0)
+    xx = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
+    xx.fill(0.0)
+    for half in cutlass.range(2, unroll=1):
+        tiles = [load_matrix((kq_at + HALF * side ^ 32 * s) + HALF * half, BF16) for s in range(4)]
+        for x in tiles:
+            for i in cutlass.range_constexpr(2):
+                column = cute.make_rmem_tensor(((2, 2), 1), BF16)  # rows as columns: the same registers
+                for e in cutlass.range_constexpr(4):
+                    column[e] = x[e % 2 + 2 * i + 4 * (e // 2)]
+                xx_i = corner(xx, 4 * i)
+                cute.gemm(mma_bf16, xx_i, as_a(x), column, xx_i)
 
     # -- norms of rows r and r + 8; column r of row r is with lane 4 r + r / 2
     size, inv = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
@@ -429,69 +440,73 @@ def prepare_chunk(
             for j in cutlass.range_constexpr(2):
                 of_j, four = corner(total, 4 * j), cute.make_tensor(four_of.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
                 cute.gemm(mma_f16, of_j, which, four, of_j)
-        xq, xk, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
-        widen(raw8_q, xq)
-        widen(raw8_k, xk)
-        post8 = cute.make_rmem_tensor((8,), wide)
         for e in cutlass.range_constexpr(8):
             since[e] = cute.math.exp2(since[e], fastmath=True)
         for e in cutlass.range_constexpr(8):
             rest[e] = cute.math.exp2(rest[e], fastmath=True)
+        # keys first; queries need kd of them
+        xk, left_k, down, kd = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
+        widen(raw8_k, xk)
         for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
             xk[e] = xk[e] * inv_k[e // 2 % 2]
-            xq[e] = xq[e] * inv_q[e // 2 % 2]
-        left_k, left_q = xk, xq  # operands of the diagonal blocks, beside kd
-        if cutlass.const_expr(is_scalar):  # those decay later, entry by entry
-            left_k, left_q = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
-            left_k.store(xk.load())
-            left_q.store(xq.load())
-            kd.store(xk.load())
         for e in cutlass.range_constexpr(8):
             down[e] = xk[e] * rest[e]
-            xk[e] = xk[e] * since[e]
-            xq[e] = xq[e] * since[e]
+            left_k[e] = xk[e] * since[e]
+        kl8, kr8, out, post8 = [cute.make_rmem_tensor((8,), t) for t in (dtype, dtype, dtype, wide)]
         for e in cutlass.range_constexpr(8):
-            if cutlass.const_expr(not is_scalar):
-                kd[e] = down[e] * back[e % 2 + 2 * (e // 4)]
             post8[e] = post[e % 2 + 2 * (e // 4)]
-        kl8, ql8, kr8, out = [cute.make_rmem_tensor((8,), dtype) for _ in range(4)]
-        kl8.store(xk.load().to(dtype))
-        ql8.store(xq.load().to(dtype))
+        kl8.store(left_k.load().to(dtype))
         kr8.store(down.load().to(dtype))
         out.store(((kr8 if is_f16 else down).load() * post8.load()).to(dtype))
-        for x8, at in ((kl8, from_k(sKlQl)), (ql8, from_k(sKlQl) + TILE), (out, from_k(sKr))):
-            store_matrix(x8, (kq_at ^ 32 * n) + at)
-        if cutlass.const_expr(not is_f16):
-            first8, b8 = [cute.make_rmem_tensor((8,), wide) for _ in range(2)]
-            first = read_factors(before_at + wide_step * n, wide)
-            for e in cutlass.range_constexpr(8):
-                first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
-            out.store((xk.load() * first8.load() * b8.load()).to(dtype))
-            store_matrix(out, kq_at ^ 32 * n)
-            out.store((xq.load() * first8.load()).to(dtype))
-            store_matrix(out, (kq_at ^ 32 * n) + TILE)
+        store_matrix(kl8, (kq_at ^ 32 * n) + from_k(sKlQl))
+        store_matrix(out, (kq_at ^ 32 * n) + from_k(sKr))
         if block_row < 3:  # for the rows below: [n-block = ri][hi][ci]
             as_b = cute.make_rmem_tensor((8,), dtype)
             for e in cutlass.range_constexpr(8):
                 as_b[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = kr8[e]
             to_x = at_address(x_at + 2048 * side + 4096 * block_row + 512 * n, dtype, 8, 16)
             cute.autovec_copy(cute.make_tensor(as_b.iterator, cute.make_layout((8, 1))), to_x)
-        for hi in cutlass.range_constexpr(2):
-            a_k, a_q = [cute.make_rmem_tensor(((2, 2), 1), F32) for _ in range(2)]
-            for e in cutlass.range_constexpr(4):
-                a_k[e // 2 + 2 * (e % 2)], a_q[e // 2 + 2 * (e % 2)] = left_k[e + 4 * hi], left_q[e + 4 * hi]
-            for nb in cutlass.range_constexpr(2):
-                y = cute.recast_tensor(cute.make_tensor(kd.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1))), TF32)
-                for a, acc in ((a_k, diagA), (a_q, diagP)):
-                    d = corner(acc, 4 * nb)
-                    cute.gemm(mma_tf32, d, cute.recast_tensor(a, TF32), y, d)
+        if cutlass.const_expr(is_scalar):  # operands of the diagonal blocks decay later, entry by entry
+            kd.store(xk.load())
+            add_block(mma_tf32, diagA, xk, kd)
+        else:
+            for e in cutlass.range_constexpr(8):
+                kd[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+            add_block(mma_tf32, diagA, left_k, kd)
+        xq, left_q = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
+        widen(raw8_q, xq)
+        for e in cutlass.range_constexpr(8):
+            xq[e] = xq[e] * inv_q[e // 2 % 2]
+        for e in cutlass.range_constexpr(8):
+            left_q[e] = xq[e] * since[e]
+        ql8 = cute.make_rmem_tensor((8,), dtype)
+        ql8.store(left_q.load().to(dtype))
+        store_matrix(ql8, (kq_at ^ 32 * n) + from_k(sKlQl) + TILE)
+        add_block(mma_tf32, diagP, xq if cutlass.const_expr(is_scalar) else left_q, kd)
+        if cutlass.const_expr(not is_f16):
+            first8, b8 = [cute.make_rmem_tensor((8,), wide) for _ in range(2)]
+            first = read_factors(before_at + wide_step * n, wide)
+            for e in cutlass.range_constexpr(8):
+                first8[e], b8[e] = first[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
+            out.store((left_k.load() * first8.load() * b8.load()).to(dtype))
+            store_matrix(out, kq_at ^ 32 * n)
+            out.store((left_q.load() * first8.load()).to(dtype))
+            store_matrix(out, (kq_at ^ 32 * n) + TILE)
     # a side has summed over its channels: A's other half goes to the key side, P's to the query side
     pair_at = lambda nb, ri: cute.local_tile(sD[None, None, block_row], (1, 2), (r + 8 * ri, 4 * nb + c))
     if side == QUERIES:
         for nb in cutlass.range_constexpr(2):
             for ri in cutlass.range_constexpr(2):
                 cute.autovec_copy(cute.make_tensor(diagA.iterator + 2 * ri + 4 * nb, cute.make_layout((1, 2))), pair_at(nb, ri))
+    cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
+    to_memory = lambda s, i: cute.copy(
+        tma_tiles, *tma_split(tma_tiles, s, cute.local_tile(gTiles, (64, 128), (3 * record + i, 0)))
+    )
+    if wid == TMA_WARP:
+        to_memory(sKr, 2)
+        cute.arch.cp_async_bulk_commit_group()
+    finished = pipeline.NamedBarrier(barrier_id=1, num_threads=160)  # A's diagonal blocks
     if side == KEYS:
         for j in cutlass.range_constexpr(2):
             cute.autovec_copy(flat(diagP, 4 * j, 4), sHalf[None, j, lane, block_row])
@@ -505,6 +520,12 @@ def prepare_chunk(
                         x = x * entry_decay(L_scalar, c, nb, ri, ci)
                     pair[ci] = x * b[ri] if 8 * nb + 2 * c + ci < r + 8 * ri else F32(0.0)
                 cute.autovec_copy(pair, pair_at(nb, ri))
+    # their inverses, two a warp: by the warps that have no block below the diagonal
+    if block_row == 0:
+        finished.arrive_and_wait()
+        inverse_pair(sD, side, 3 - side, lane)
+    elif side == KEYS:
+        finished.arrive()
     # -- second pass: blocks d below the diagonal, of A by the key side, of P by the query side; then kb and qg
     own_at = kq_at + HALF * side + from_k(sKlQl)
     scores = cute.make_rmem_tensor(((2, 2), 1, 2, 3), F32)  # by d - 1
@@ -542,12 +563,6 @@ def prepare_chunk(
                     pre8[e] = pre[e % 2 + 2 * (e // 4)]
                 scaled.store(left8.load() * pre8.load() * row16.load())
                 store_matrix(scaled, (own_at ^ 32 * s) + HALF * half)
-    # the diagonal's inverses, two a warp: by the key side's warps that have had least to do
-    keys = pipeline.NamedBarrier(barrier_id=1, num_threads=128)
-    if side == KEYS:
-        keys.arrive_and_wait()
-        if block_row < 2:
-            inverse_pair(sD, block_row, 3 - block_row, lane)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
     block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
@@ -555,17 +570,16 @@ def prepare_chunk(
     out_at = lane_address(sOut, block_row, lane)
     of_out = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
     if side == QUERIES:
-        if block_row == 0:
-            for i, s in enumerate((sKbQg[None, None, KEYS], sKbQg[None, None, QUERIES], sKr)):
-                s_part, g_part = tma_split(tma_tiles, s, cute.local_tile(gTiles, (64, 128), (3 * record + i, 0)))
-                cute.copy(tma_tiles, s_part, g_part)
+        if wid == TMA_WARP:
+            for i in (KEYS, QUERIES):
+                to_memory(sKbQg[None, None, i], i)
             cute.arch.cp_async_bulk_commit_group()
         # -- P
         for j in cutlass.range_constexpr(2):
-            four = cute.make_rmem_tensor((4,), F32)
-            cute.autovec_copy(sHalf[None, j, lane, block_row], four)
+            other = cute.make_rmem_tensor((4,), F32)
+            cute.autovec_copy(sHalf[None, j, lane, block_row], other)
             for e in cutlass.range_constexpr(4):
-                x, row, col = diagP[4 * j + e] + four[e], r + 8 * (e // 2), 8 * j + 2 * c + e % 2
+                x, row, col = diagP[4 * j + e] + other[e], r + 8 * (e // 2), 8 * j + 2 * c + e % 2
                 if cutlass.const_expr(is_scalar):
                     x = x * entry_decay(L_scalar, c, j, e // 2, e % 2)
                 diagP[4 * j + e] = x if col <= row else F32(0.0)
@@ -580,7 +594,7 @@ def prepare_chunk(
         store_matrix(block, out_at ^ 32 * block_row)
         store_rows(sOut, mP, 64 * record, block_row, lane)
         of_out.arrive()
-        if block_row == 0:
+        if wid == TMA_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
     else:
         # -- T^T
@@ -593,7 +607,7 @@ def prepare_chunk(
                         round_tf32(scaled2)
                         to_a = below(sA, block_row, block_row - d)
                         cute.autovec_copy(scaled2, cute.local_tile(to_a, (1, 2), (r + 8 * ri, 4 * nb + c)))
-        keys.arrive_and_wait()
+        pipeline.NamedBarrier(barrier_id=1, num_threads=128).arrive_and_wait()
         cols = cute.make_rmem_tensor((32,), F32)
         inverse_columns(mma_tf32, sA, sD, block_row, lane, cols)
         of_out.arrive_and_wait()
@@ -605,6 +619,19 @@ def prepare_chunk(
                 if block_row >= d:
                     store_matrix(nothing, out_at ^ 32 * (block_row - d))
         store_rows(sOut, mT, 64 * record, block_row, lane)
+
+
+@cute.jit
+def add_block(mma: cute.TiledMma, acc: cute.Tensor, x: cute.Tensor, y: cute.Tensor):
+    """acc [16, 16] += x y^T over 16 channels, in tf32; x and y are arrays of rows."""
+    for hi in cutlass.range_constexpr(2):
+        a = cute.make_rmem_tensor(((2, 2), 1), F32)
+        for e in cutlass.range_constexpr(4):
+            a[e // 2 + 2 * (e % 2)] = x[e + 4 * hi]
+        for nb in cutlass.range_constexpr(2):
+            column = cute.make_tensor(y.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1)))
+            d = corner(acc, 4 * nb)
+            cute.gemm(mma, d, cute.recast_tensor(a, TF32), cute.recast_tensor(column, TF32), d)
 
 
 @cute.jit

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.kda_prepare import BETA, VEC
@@ -408,6 +408,8 @@ def state_kernel(
                 cute.arch.mbarrier_init(full + i, 1)
                 cute.arch.mbarrier_init(empty + i, 8)  # warps
                 cute.arch.mbarrier_init(map_bars + i, 1)
+        for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
+            cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
