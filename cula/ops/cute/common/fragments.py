@@ -131,12 +131,13 @@ def activate(
 
 
 @cute.jit
-def store_rows(s: cute.Tensor, m: cute.Tensor, first: I32, wid: I32, lane: I32):
-    """The warp's 16 rows of a [64, 64] tile that it has just written to shared memory, to rows `first`.. of m."""
+def store_rows(s: cute.Tensor, m: cute.Tensor, first: I32, wid: I32, lane: I32, from_column: I32, to_column: I32):
+    """Of the warp's 16 rows of a [64, 64] tile that it has just written to shared memory, these columns to rows `first`.. of m."""
     cute.arch.sync_warp()
-    for p in cutlass.range_constexpr(4):
-        row = 16 * wid + 4 * p + lane // 8
-        cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (first + row, lane % 8)))
+    if lane % 8 * 8 >= from_column and lane % 8 * 8 < to_column:
+        for p in cutlass.range_constexpr(4):
+            row = 16 * wid + 4 * p + lane // 8
+            cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (first + row, lane % 8)))
     cute.arch.sync_warp()
 
 

@@ -93,13 +93,15 @@ def kda_host(
     stream,
     kind: cutlass.Constexpr,
     launch_state: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
 ):
     """Addresses of q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], A_log [HV], dt_bias [HV, 128], states [N, HV, dv, dk],
     offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's.
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's; `has_zeros`, whether it
+    reads T and P as whole tiles.
     """
     dtype = kind.dtype
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
@@ -177,6 +179,7 @@ def kda_host(
         lt,
         lg,
         kind,
+        has_zeros,
     ).launch(
         grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
         block=(256, 1, 1),

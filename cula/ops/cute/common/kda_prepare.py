@@ -141,8 +141,9 @@ def prepare_kernel(
     lt: cute.ComposedLayout,
     lg: cute.ComposedLayout,
     kind: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
 ):
-    """A block for each (value head, number of a chunk)."""
+    """A block for each (value head, number of a chunk). Of T and P, `has_zeros` also writes the quarter that is zero."""
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, chunk, seq = cute.arch.block_idx()
     _, spans, _ = cute.arch.grid_dim()
@@ -165,6 +166,7 @@ def prepare_kernel(
             (mma_f16, mma_bf16, mma_tf32),
             (lt, lg),
             kind,
+            has_zeros,
             hv,
             hv if group == 1 else hv // group,
             number,
@@ -184,6 +186,7 @@ def prepare_chunk(
     mmas: cutlass.Constexpr,
     layouts: cutlass.Constexpr,
     kind: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
     hv: I32,
     h: I32,
     number: I32,
@@ -592,7 +595,8 @@ def prepare_chunk(
                 store_matrix(nothing, out_at ^ 32 * (block_row + d))
         block.store(diagP.load().to(dtype))
         store_matrix(block, out_at ^ 32 * block_row)
-        store_rows(sOut, mP, 64 * record, block_row, lane)
+        to_column = I32(64) if cutlass.const_expr(has_zeros) or block_row >= 2 else I32(32)
+        store_rows(sOut, mP, 64 * record, block_row, lane, I32(0), to_column)
         of_out.arrive()
         if wid == TMA_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -618,7 +622,8 @@ def prepare_chunk(
             if cutlass.const_expr(d > 0):
                 if block_row >= d:
                     store_matrix(nothing, out_at ^ 32 * (block_row - d))
-        store_rows(sOut, mT, 64 * record, block_row, lane)
+        from_column = I32(0) if cutlass.const_expr(has_zeros) or block_row < 2 else I32(32)
+        store_rows(sOut, mT, 64 * record, block_row, lane, from_column, I32(64))
 
 
 @cute.jit

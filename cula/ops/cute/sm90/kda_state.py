@@ -12,8 +12,8 @@ Segments, warm and cold, are those of `common/kda_segments.py`; in map mode this
 
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
-| 0          | TMA loads                                  | 24        |
-| 4-7, 8-11  | the walk, 64 rows dv each                  | 240       |
+| 0          | TMA loads                                  | 40        |
+| 4-7, 8-11  | the walk, 64 rows dv each                  | 232       |
 
 | shared memory                 | bytes  |
 |-------------------------------|--------|
@@ -33,6 +33,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.fragments import at_address
 from cula.ops.cute.common.kda_prepare import BETA, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
@@ -48,13 +49,15 @@ from cula.ops.cute.common.tiles import (
     seen_as_a,
     swapped,
     tile_at,
+    tile_layout,
     tma_split,
 )
 
 STAGES = 2
 OF_B, OF_M, TO_WARM = 0, 1, 2  # walks without output
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-TILE_BYTES, SQUARE_BYTES, MAP_BYTES = 64 * 128 * 2, 64 * 64 * 2, 128 * 128 * 2
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+TILE_BYTES, QUARTER_BYTES, MAP_BYTES = 64 * 128 * 2, 32 * 32 * 2, 128 * 128 * 2
+LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square: rows first
 
 
 # What fp16 can hold
@@ -226,7 +229,7 @@ def feed(
     """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Chunks before them were `count`; returns
     how many there are now."""
     (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
-    size = (3 * TILE_BYTES + SQUARE_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 2 * SQUARE_BYTES) + 4 * VEC
+    size = (3 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
     for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
         record, n = first_record + chunk * HV, count + chunk - from_chunk
         stage = n % STAGES
@@ -237,11 +240,13 @@ def feed(
         cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_t, t_g[None, record], t_s[None, stage], tma_bar_ptr=bar)
+        for rows, columns in ((0, 0), (0, 1), (1, 1)):
+            cute.copy(tma_t, t_g[None, 2 * record + rows, columns], t_s[None, 4 * stage + 2 * columns + rows], tma_bar_ptr=bar)
         cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, stage], tma_bar_ptr=bar)
         if cutlass.const_expr(not is_silent):
             cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, stage], tma_bar_ptr=bar)
-            cute.copy(tma_p, p_g[None, record], p_s[None, stage], tma_bar_ptr=bar)
+            for rows, columns in ((0, 0), (1, 0), (1, 1)):
+                cute.copy(tma_p, p_g[None, 2 * record + rows, columns], p_s[None, 4 * stage + 2 * columns + rows], tma_bar_ptr=bar)
     return count + to_chunk - from_chunk
 
 
@@ -386,7 +391,6 @@ def state_kernel(
     mma_s: cute.TiledMma,
     lt: cute.ComposedLayout,
     lv: cute.ComposedLayout,
-    lsq: cute.ComposedLayout,
     lo: cute.ComposedLayout,
     lm: cute.ComposedLayout,
     dtype: cutlass.Constexpr,
@@ -398,7 +402,9 @@ def state_kernel(
     smem = SmemAllocator()
     sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
     sV = allocate_tile(smem, lv)
-    sT, sP = allocate_tile(smem, lsq, dtype), allocate_tile(smem, lsq, dtype)
+    # T and P by quarters [32, 32], of which one is zero and stays so: stage, columns, rows
+    square, quarters = tile_layout(64, 64, STAGES, dtype, columns_of=32), tile_layout(32, 32, 4 * STAGES, dtype)
+    sT, sP = allocate_tile(smem, square, dtype), allocate_tile(smem, square, dtype)
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
     full, empty, map_bars = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(3)]
@@ -411,6 +417,14 @@ def state_kernel(
         for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
             cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
+    if warpgroup_id == 1:
+        zero = cute.make_rmem_tensor((8, 1), dtype)
+        zero.fill(0.0)
+        for stage in cutlass.range_constexpr(STAGES):
+            for tile, quarter in ((sT, LOWER_LEFT), (sP, UPPER_RIGHT)):
+                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
+                cute.autovec_copy(zero, at_address(at, dtype, 8, 16))
+        cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
 
@@ -432,8 +446,8 @@ def state_kernel(
             kb_s, tiles_g = tma_split(tma_tiles, sKb, tiles)
             qg_s, _ = tma_split(tma_tiles, sQg, tiles)
             kr_s, _ = tma_split(tma_tiles, sKr, tiles)
-            t_s, t_g = tma_split(tma_t, sT, cute.local_tile(gT, (64, 64), (None, 0)))
-            p_s, p_g = tma_split(tma_p, sP, cute.local_tile(gP, (64, 64), (None, 0)))
+            t_s, t_g = tma_split(tma_t, tile_at(sT, quarters, dtype), cute.local_tile(gT, (32, 32), (None, None)))
+            p_s, p_g = tma_split(tma_p, tile_at(sP, quarters, dtype), cute.local_tile(gP, (32, 32), (None, None)))
             e_s, e_g = tma_split(tma_vec, sVec, cute.local_tile(gVec, (1, VEC), (None, 0)))
             of_v = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 128), (None, 0))
             v_s, v_g = tma_split(tma_v, sV, of_v)
