@@ -38,8 +38,8 @@ class Work(NamedTuple):
     """The workspace between the kernels. A record is a chunk's of one head, a map a segment's."""
 
     tiles: Any  # [192 records, 128]: kb, qg, kr
-    T: Any  # [64 records, 64], transposed
-    P: Any  # [64 records, 64]
+    T: Any  # [64 records, 64], transposed; or by quarters, [128 records, 32]
+    P: Any  # the same
     vec: Any  # [chunks, HV, VEC]
     done: Any  # [maps]: how many of a map's two halves there are
     all_vecs: Any  # the same as [records, VEC]
@@ -126,7 +126,8 @@ def kda_host(
     part = lambda t, at: at_address(t, workspace + at, 128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(64, 1))
+    columns = 64 if cutlass.const_expr(has_zeros) else 32
+    square = cute.make_layout((records * SQUARE // columns, columns), stride=(columns, 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
     mP = cute.make_tensor(part(dtype, at), square)

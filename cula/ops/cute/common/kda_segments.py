@@ -51,12 +51,12 @@ def look_back(mVec: cute.Tensor, hv: I32, chunk0: I32, L: I32, segments: I32, i:
 
 @cute.jit
 def segment_at(number: I32, mCu: cute.Tensor, L: I32, length: I32, steps: I32):
-    """(its sequence, first token and tokens of that, number of its first chunk, number of its first segment, which of the segments
-    this is, how many there are): what follows from sizes and offsets alone."""
+    """(its sequence, first token and tokens of that, number of its first chunk, which of the segments this is, how many there are):
+    what follows from sizes and offsets alone."""
     seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
     chunks = (tokens + 63) // 64
     segments = cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
-    return seq, begin, tokens, first_chunk(seq, begin, length), first_segment, number - first_segment, segments
+    return seq, begin, tokens, first_chunk(seq, begin, length), number - first_segment, segments
 
 
 @cute.jit

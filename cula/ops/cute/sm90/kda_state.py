@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.fragments import at_address
-from cula.ops.cute.common.kda_prepare import BETA, VEC
+from cula.ops.cute.common.kda_prepare import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
 from cula.ops.cute.common.tiles import (
@@ -57,7 +57,6 @@ STAGES = 2
 OF_B, OF_M, TO_WARM = 0, 1, 2  # walks without output
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 TILE_BYTES, QUARTER_BYTES, MAP_BYTES = 64 * 128 * 2, 32 * 32 * 2, 128 * 128 * 2
-LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square: rows first
 
 
 # What fp16 can hold
@@ -240,13 +239,13 @@ def feed(
         cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
-        for rows, columns in ((0, 0), (0, 1), (1, 1)):
-            cute.copy(tma_t, t_g[None, 2 * record + rows, columns], t_s[None, 4 * stage + 2 * columns + rows], tma_bar_ptr=bar)
+        for quarter in (0, UPPER_RIGHT, 3):
+            cute.copy(tma_t, t_g[None, 4 * record + quarter], t_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
         cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, stage], tma_bar_ptr=bar)
         if cutlass.const_expr(not is_silent):
             cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, stage], tma_bar_ptr=bar)
-            for rows, columns in ((0, 0), (1, 0), (1, 1)):
-                cute.copy(tma_p, p_g[None, 2 * record + rows, columns], p_s[None, 4 * stage + 2 * columns + rows], tma_bar_ptr=bar)
+            for quarter in (0, LOWER_LEFT, 3):
+                cute.copy(tma_p, p_g[None, 4 * record + quarter], p_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
     return count + to_chunk - from_chunk
 
 
@@ -408,12 +407,19 @@ def state_kernel(
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
     full, empty, map_bars = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(3)]
+    sBegin = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+    hv, number, _ = cute.arch.block_idx()
+    HV = mVec.shape[1]
+    own_number = cutlass.max(number - helpers, 0)  # a helper's is that of the only sequence
+    seq, begin, tokens, chunk0, i, segments = segment_at(own_number, mCu, L, length, steps)
+    first_record, start, to_chunk = chunk0 * HV + hv, i * L, cutlass.min(i * L + L, (tokens + 63) // 64)
     if warp_id == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8)  # warps
-                cute.arch.mbarrier_init(map_bars + i, 1)
+            sBegin[0] = begin  # a chain of maps leaves no register for it
+            for stage in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, 8)  # warps
+                cute.arch.mbarrier_init(map_bars + stage, 1)
         for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
             cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
@@ -428,12 +434,6 @@ def state_kernel(
     cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
 
-    hv, number, _ = cute.arch.block_idx()
-    HV = mVec.shape[1]
-    own_number = cutlass.max(number - helpers, 0)  # a helper's is that of the only sequence
-    seq, begin, tokens, chunk0, first_segment, i, segments = segment_at(own_number, mCu, L, length, steps)
-    first_record, start, to_chunk = chunk0 * HV + hv, i * L, cutlass.min(i * L + L, (tokens + 63) // 64)
-
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
     is_walker, warm, cold, b_segment, m_segment = jobs_of(mVec, hv, number, helpers, has_h0, L, chunk0, i, segments)
@@ -446,8 +446,8 @@ def state_kernel(
             kb_s, tiles_g = tma_split(tma_tiles, sKb, tiles)
             qg_s, _ = tma_split(tma_tiles, sQg, tiles)
             kr_s, _ = tma_split(tma_tiles, sKr, tiles)
-            t_s, t_g = tma_split(tma_t, tile_at(sT, quarters, dtype), cute.local_tile(gT, (32, 32), (None, None)))
-            p_s, p_g = tma_split(tma_p, tile_at(sP, quarters, dtype), cute.local_tile(gP, (32, 32), (None, None)))
+            t_s, t_g = tma_split(tma_t, tile_at(sT, quarters, dtype), cute.local_tile(gT, (32, 32), (None, 0)))
+            p_s, p_g = tma_split(tma_p, tile_at(sP, quarters, dtype), cute.local_tile(gP, (32, 32), (None, 0)))
             e_s, e_g = tma_split(tma_vec, sVec, cute.local_tile(gVec, (1, VEC), (None, 0)))
             of_v = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 128), (None, 0))
             v_s, v_g = tma_split(tma_v, sV, of_v)
@@ -520,7 +520,7 @@ def state_kernel(
                 if task != TO_WARM:
                     if is_f16:
                         unscale_rows(S, factor)
-                    record = (first_segment + (b_segment if task == OF_B else m_segment)) * HV + hv
+                    record = (own_number - i + (b_segment if task == OF_B else m_segment)) * HV + hv
                     if task == OF_B:
                         cute.autovec_copy(accS, ours(mB[record, None, None]))
                     else:
@@ -542,7 +542,7 @@ def state_kernel(
                 if has_h0 == 1:
                     cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             if cold == 1:
-                record = first_segment * HV + hv
+                record = (own_number - i) * HV + hv
                 wait_for_maps(mDone, record, HV, i, has_h0)
                 both.arrive_and_wait()  # the tiles are free, too
                 cute.arch.fence_proxy("async.global")
@@ -569,9 +569,9 @@ def state_kernel(
                 chained.arrive_and_wait()
 
             # -- the chunks, and what is left
-            of_o = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
-            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_o)
-            o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
+            of_sequence = lambda t: cute.local_tile(cute.domain_offset((sBegin[0], 0), t[None, None, hv]), (64, 64), (None, part))
+            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_sequence(gO))
+            o_rows = of_sequence(mO)
             output = (tma_o, o_tiles_s[None, part], o_tiles_g, o_rows)
             count = walk(w, count, start, to_chunk, tokens, I32(1), output, dtype)
             if is_f16:
