@@ -145,11 +145,11 @@ def store_quarters(s: cute.Tensor, m: cute.Tensor, wid: I32, lane: I32, record: 
     """The same by quarters [32, 32], rows first, to m [128 records, 32], without the `absent` one."""
     cute.arch.sync_warp()
     for columns in cutlass.range_constexpr(2):
-        quarter = 2 * columns + wid // 2
+        quarter = 2 * columns + (wid >> 1)
         if quarter != absent:
             for p in cutlass.range_constexpr(2):
                 row, piece = 8 * p + lane // 4, lane % 4
-                to = cute.local_tile(m, (1, 8), ((4 * record + quarter) * 32 + wid % 2 * 16 + row, piece))
+                to = cute.local_tile(m, (1, 8), ((4 * record + quarter) * 32 + (wid & 1) * 16 + row, piece))
                 cute.autovec_copy(cute.local_tile(s, (1, 8), (16 * wid + row, 4 * columns + piece)), to)
     cute.arch.sync_warp()
 

@@ -208,9 +208,9 @@ def prepare_chunk(
     record = cute.arch.make_warp_uniform(number * mVec.shape[1] + hv)
     tid, _, _ = cute.arch.thread_idx()
     wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    side, block_row = wid // 4, wid % 4  # KEYS or QUERIES, and whose 16 rows
+    side, block_row = wid >> 2, wid & 3  # KEYS or QUERIES, and whose 16 rows
     lane = cute.arch.lane_idx()
-    r, c = lane // 4, lane % 4
+    r, c = lane >> 2, lane & 3
 
     smem = SmemAllocator()
     both = tile_layout(64, 128, 2)
