@@ -17,7 +17,8 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 
-from cula.ops.cute.common.kda_prepare import VEC, Kind, prepare_kernel
+from cula.ops.cute.common.kda_prepare import prepare_kernel
+from cula.ops.cute.common.kda_prepare_steps import VEC, Kind
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.kda_cut import first_chunk, place
-from cula.ops.cute.common.kda_prepare import BOUND
+from cula.ops.cute.common.kda_prepare_steps import BOUND
 from cula.ops.cute.common.tiles import F32, I32
 
 WARM = 4  # chunks that a segment may walk before its own

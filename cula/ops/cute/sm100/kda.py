@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.kda import arguments, kda_host, kinds
-from cula.ops.cute.common.kda_prepare import VEC
+from cula.ops.cute.common.kda_prepare_steps import VEC
 from cula.ops.cute.common.tiles import K_MAJOR, MN_MAJOR, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.variants import Variant
 

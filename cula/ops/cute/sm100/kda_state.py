@@ -50,7 +50,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.kda_prepare import BETA, VEC
+from cula.ops.cute.common.kda_prepare_steps import BETA, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import segment_of
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, allocate_tile, swapped, tile_at, tma_split

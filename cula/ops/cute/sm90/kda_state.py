@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.fragments import at_address
-from cula.ops.cute.common.kda_prepare import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
+from cula.ops.cute.common.kda_prepare_steps import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
 from cula.ops.cute.common.tiles import (

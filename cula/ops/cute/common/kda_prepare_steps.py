@@ -1,0 +1,563 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of `kda_prepare.py`, in their order, and the shared memory they meet in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import pipeline
+from cutlass.memory import SmemAllocator
+
+from cula.ops.cute.common.fragments import (
+    activate,
+    as_a,
+    at_address,
+    corner,
+    flat,
+    lane_address,
+    load_matrix,
+    read_factors,
+    read_gates32,
+    round_tf32,
+    store_matrix,
+    store_quarters,
+    store_rows,
+    widen,
+)
+from cula.ops.cute.common.inverse import below, blocks, inverse_columns
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32, allocate_tile, swapped, tile_at, tile_layout
+
+LOG2E = 1.4426950408889634
+KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
+TILE, HALF = 64 * 128 * 2, 64 * 64 * 2  # bytes of a tile, and of half of its columns
+VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
+BETA, BOUND = 128, 192  # where they begin
+LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
+
+# The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
+# back here, what is left is the error of rounding, without an instruction for each.
+UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
+FASTEST = -512.0  # log2 of a token's decay; what is faster is 0 in float32 all the same, and no infinity in fp16
+
+
+class Kind(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
+    g_type: type
+    has_gate: bool  # g is raw: activate it; else it is the log decay
+    is_scalar: bool = False  # one gate a head, not one a channel
+
+    @property
+    def name(self) -> str:
+        short = {BF16: "bf16", F16: "f16", F32: "f32"}
+        words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
+        return "_".join([*words, "scalar"] if self.is_scalar else words)
+
+
+class Room(NamedTuple):
+    """Shared memory. Tables have a row of 128 channels for each block of 16 tokens."""
+
+    kq: Any  # k, q; then kb_qg
+    kb_qg: Any
+    kl_ql: Any  # k e^L, q e^L between the passes: fp16 rounds them before the last factors are multiplied in, and in place
+    g: Any
+    kr: Any  # first its decays, as fp16, in the place of g
+    sums: Any  # L_16
+    inverses: Any  # e^{-L_16}
+    after: Any  # e^{G_C - G after the block}
+    before: Any  # e^{G before the block}
+    between: Any  # [3, 128], decays of the blocks between two
+    halves: Any  # [4, 2, lane, block]: half of P's diagonal blocks, where the first pass alone has tables
+    out: Any  # P, then T, on their way out, in the place of all tables
+    keys: Any  # [8 values, lane, 16-channel step, block]: keys as B operands
+    below: Any  # A by blocks below the diagonal, in the place of `keys`
+    diagonal: Any  # A's blocks on it; then their inverses
+    bias: Any  # [128]
+    norms: Any  # [64, side], inverse
+    tops: Any  # [64, side], the largest decay
+    beta: Any  # [64]
+    bound: Any  # [4]
+    bars: Any
+
+
+def room(lt: Any, lg: Any, kind: Kind) -> Room:
+    smem = SmemAllocator()
+    dtype, is_f16 = kind.dtype, kind.dtype is F16
+    wide = F16 if is_f16 else F32
+    pair, square = tile_layout(64, 128, 2), tile_layout(64, 64, dtype=dtype)
+    kq = allocate_tile(smem, pair)
+    kb_qg = tile_at(kq, pair, dtype)
+    g = None if kind.is_scalar else allocate_tile(smem, lg, kind.g_type)
+    kr = tile_at(g, lt, dtype) if g is not None and kind.g_type.width == 16 else allocate_tile(smem, lt, dtype)
+    kl_ql = kb_qg if is_f16 else allocate_tile(smem, pair, dtype)
+    tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
+
+    def table(at: int, t: Any, rows: int = 4) -> Any:
+        return cute.make_tensor(cute.recast_ptr(tables + at, dtype=t), cute.make_layout((rows, 128), stride=(128, 1)))
+
+    def vector(*shape: int) -> Any:
+        return smem.allocate_tensor(F32, cute.make_layout(shape), byte_alignment=16)
+
+    keys = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
+    return Room(
+        kq=kq,
+        kb_qg=kb_qg,
+        kl_ql=kl_ql,
+        g=g,
+        kr=kr,
+        sums=table(0, F32),
+        inverses=table(2048, F32),
+        after=table(4096, wide),
+        before=table(4096 + 4 * 128 * wide.width // 8, wide),
+        between=table(7168 if is_f16 else 8192, dtype, 3),
+        halves=cute.make_tensor(cute.recast_ptr(tables, dtype=F32), cute.make_layout((4, 2, 32, 4), stride=(1, 128, 4, 512))),
+        out=cute.make_tensor(cute.recast_ptr(tables, square.inner, dtype), square.outer),
+        keys=keys,
+        below=cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=F32), blocks(6)),
+        diagonal=smem.allocate_tensor(F32, blocks(4), byte_alignment=16),
+        bias=vector(128),
+        norms=vector(64, 2),
+        tops=vector(64, 2),
+        beta=vector(64),
+        bound=vector(4),
+        bars=smem.allocate_array(cutlass.Int64, 2),
+    )
+
+
+class Chunk(NamedTuple):
+    """A chunk as one warp sees it."""
+
+    room: Room
+    kind: Kind
+    mmas: Any  # fp16, bf16, tf32
+    side: Any  # KEYS or QUERIES
+    block_row: Any  # whose 16 rows
+    lane: Any
+    r: Any
+    c: Any
+    left: Any  # tokens
+
+    def at(self, t: Any, channels: int = 64) -> Any:
+        """The address of our rows in a 16-bit tile [64, 128], from our half of the channels on; see `lane_address`."""
+        return lane_address(t, self.block_row, self.lane) + HALF * self.side * (channels // 64)
+
+    def pairs_of(self, table: Any) -> Any:
+        """The address of our block's row of a table, at our first pair of channels in our half of them."""
+        return address(table) + (128 * self.block_row + 64 * self.side + 2 * self.c) * (table.element_type.width // 8)
+
+
+def address(t: Any) -> Any:
+    return I32(t.iterator.toint())
+
+
+def pair(t: Any, start: Any) -> Any:
+    """Two registers, one row."""
+    return cute.make_tensor(t.iterator + start, cute.make_layout((1, 2)))
+
+
+def four_of(t: Any, j: int) -> Any:
+    """Half of a transposed block's registers as a B operand."""
+    return cute.make_tensor(t.iterator + 4 * j, cute.make_layout(((2, 2), 1)))
+
+
+def column(t: Any) -> Any:
+    return cute.make_tensor(t.iterator, cute.make_layout((8, 1)))
+
+
+@cute.jit
+def triangles(r: I32, c: I32):
+    """A operands of ones where i <= t and where i > t: products with them sum over tokens."""
+    until, after = [cute.make_rmem_tensor(((2, 2, 2), 1), F16) for _ in range(2)]
+    for e in cutlass.range_constexpr(8):
+        until[e] = F16(1.0) if 2 * c + e % 2 + 8 * (e // 4) <= r + 8 * (e // 2 % 2) else F16(0.0)
+        after[e] = F16(1.0) - until[e]
+    return until, after
+
+
+# Decays
+
+
+@cute.jit
+def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, until: cute.Tensor, after: cute.Tensor):
+    """Log2 decays of our half of the channels, read with tokens in pairs (the B operand of their sums) and left as fp16 where kr will
+    be; their sums over the block. The largest of a token bounds what any channel of a state keeps.
+
+    One gate a head (`raw`) needs no memory: returns L and L_16 - L of our rows.
+    """
+    here, (_, g_type, has_gate, is_scalar), (mma_f16, _, _) = x.room, x.kind, x.mmas
+    unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
+    for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
+        token = 16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2)
+        if cutlass.const_expr(has_gate):
+            unit[e] = cutlass.max(F32(-1e37), cute.arch.rcp_approx(lower * F32(LOG2E))) if token < x.left else F32(-1e37)
+        else:
+            unit[e] = F32(LOG2E) if token < x.left else F32(0.0)
+    top.fill(-1e30)
+    L, rest = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
+    if cutlass.const_expr(is_scalar):
+        g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
+        activate(raw, g16, slope, (here.bias[0],), unit, top, has_gate, FASTEST)
+        L.fill(0.0)
+        rest.fill(0.0)
+        cute.gemm(mma_f16, L, until, g16, L)
+        cute.gemm(mma_f16, rest, after, g16, rest)
+        if x.r == 7:  # row 15, of every channel
+            for j in cutlass.range_constexpr(8):
+                at = 64 * x.side + 8 * j + 2 * x.c
+                here.sums[x.block_row, at], here.sums[x.block_row, at + 1] = L[2], L[3]
+    else:
+        g_at, decay_at, bias_at, sum_at = x.at(here.g), x.at(here.kr), address(here.bias) + 256 * x.side + 4 * x.r, x.pairs_of(here.sums)
+        by_channel = cute.local_tile(swapped(cute.local_tile(here.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
+        for n in cutlass.range(4, unroll=1):
+            bias = [at_address(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
+            if cutlass.const_expr(g_type.width == 32):
+                raw8 = read_gates32(by_channel, x.lane, n)
+            else:
+                raw8 = load_matrix(g_at ^ 32 * n, g_type, True)
+            decays = cute.make_rmem_tensor((8,), F16)
+            activate(raw8, decays, slope, bias, unit, top, has_gate)
+            for j in cutlass.range_constexpr(2):
+                prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
+                prefix.fill(0.0)
+                cute.gemm(mma_f16, prefix, until, four_of(decays, j), prefix)
+                if x.r == 7:  # row 15
+                    last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((2, 1)))
+                    cute.autovec_copy(last_row, at_address(sum_at + 64 * n + 32 * j, F32, 2, 8))
+            store_matrix(decays, decay_at ^ 32 * n, True)
+    for e in cutlass.range_constexpr(4):
+        for off in (4, 8, 16):
+            top[e] = cute.arch.fmax(top[e], cute.arch.shuffle_sync_bfly(top[e], offset=off))
+    if x.r == 0:
+        for e in cutlass.range_constexpr(4):
+            here.tops[16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.side] = top[e]
+    return L, rest, top
+
+
+@cute.jit
+def norms(x: cutlass.Constexpr, scale: F32):
+    """(squares, inverse norms) of rows r and r + 8 of our k or q. Squares are the diagonal of x x^T."""
+    here, (_, mma_bf16, _) = x.room, x.mmas
+    own_at = x.at(here.kq, 128)
+    squares = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
+    squares.fill(0.0)
+    for half in cutlass.range(2, unroll=1):
+        for rows in [load_matrix((own_at ^ 32 * s) + HALF * half, BF16) for s in range(4)]:
+            for i in cutlass.range_constexpr(2):
+                columns = cute.make_rmem_tensor(((2, 2), 1), BF16)  # the same registers
+                for e in cutlass.range_constexpr(4):
+                    columns[e] = rows[e % 2 + 2 * i + 4 * (e // 2)]
+                block = corner(squares, 4 * i)
+                cute.gemm(mma_bf16, block, as_a(rows), columns, block)
+    size, inverse = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
+    for i in cutlass.range_constexpr(2):  # column r of row r is with lane 4 r + r / 2
+        mine = squares[6 * i + 1] if x.r % 2 == 1 else squares[6 * i]
+        size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
+        inverse[i] = F32(1.0) if x.side == KEYS else scale
+        if cutlass.const_expr(x.kind.dtype is F16):
+            inverse[i] = inverse[i] * cute.math.rsqrt(size[i] + F32(1e-6), fastmath=True)
+        if x.c == 0:
+            here.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
+    return size, inverse
+
+
+@cute.jit
+def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor):
+    """A thread a channel: what lies before, after and between blocks. And the bound of the chunk, log2:
+    |state transition| <= prod_t max_c e^{g_t,c} max(1, |1 - b |k|^2|)."""
+    here, dtype = x.room, x.kind.dtype
+    wide = here.after.element_type
+    sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
+    for i in cutlass.range_constexpr(4):
+        sums[i] = here.sums[i, channel]
+    whole = sums[0] + sums[1] + sums[2] + sums[3]
+    if x.side == KEYS:
+        for i in cutlass.range_constexpr(4):
+            here.inverses[i, channel] = F32(UNBIASED) * cute.math.exp2(-sums[i], fastmath=True)
+        vec[channel] = cute.math.exp2(whole, fastmath=True)
+        bound = F32(0.0)
+        for i in cutlass.range_constexpr(2):
+            row, turn = 16 * x.block_row + x.r + 8 * i, F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
+            bound += cute.arch.fmax(here.tops[row, KEYS], here.tops[row, QUERIES])
+            bound += cute.math.log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(turn, -turn)), fastmath=True)
+        for off in (4, 8, 16):
+            bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
+        if x.lane == 0:
+            here.bound[x.block_row] = bound
+    else:
+        for i in cutlass.range_constexpr(4):
+            here.before[i, channel] = cute.math.exp2(before, fastmath=True).to(wide)
+            before += sums[i]
+            here.after[i, channel] = cute.math.exp2(whole - before, fastmath=True).to(wide)
+        for i, between in enumerate((sums[1], sums[2], sums[1] + sums[2])):  # of blocks (2, 0), (3, 1), (3, 0)
+            here.between[i, channel] = cute.math.exp2(between, fastmath=True).to(dtype)
+
+
+# Scores and tiles
+
+
+@cute.jit
+def first_pass(
+    x: cutlass.Constexpr, until: cute.Tensor, after: cute.Tensor, L_scalar: cute.Tensor, rest_scalar: cute.Tensor, b: cute.Tensor
+):
+    """Sixteen of our channels at a time: k e^L, q e^L and kr, keys for the rows below, and what these channels add to the diagonal
+    blocks of A and P, which it returns."""
+    here, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.room, x.kind, x.mmas
+    is_f16 = dtype is F16
+    wide = here.after.element_type
+    inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
+    for i in cutlass.range_constexpr(2):
+        row = 16 * x.block_row + x.r + 8 * i
+        inv_k[i], inv_q[i] = here.norms[row, KEYS], here.norms[row, QUERIES]
+    diagonal_a, diagonal_p = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
+    diagonal_a.fill(0.0)
+    diagonal_p.fill(0.0)
+    k_at = x.at(here.kq)  # q is a tile further, others where `from_k` says: one address for all
+    from_k = lambda t: address(t) - address(here.kq)
+    back_at, post_at, pre_at = x.pairs_of(here.inverses), x.pairs_of(here.after), x.pairs_of(here.before)
+    key_at = address(here.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
+    step = 16 * wide.width // 8
+    for n in cutlass.range_constexpr(4):
+        decays = cute.make_rmem_tensor((8,), F16)
+        if cutlass.const_expr(not is_scalar):
+            decays = load_matrix((k_at ^ 32 * n) + from_k(here.kr), F16, True)
+        raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, TILE)]
+        back, post = read_factors(back_at + 64 * n, F32), read_factors(post_at + step * n, wide)
+        since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
+        if cutlass.const_expr(is_scalar):
+            for e in cutlass.range_constexpr(8):
+                since[e], rest[e] = L_scalar[e % 4], rest_scalar[e % 4]
+        for total, which in () if cutlass.const_expr(is_scalar) else ((since, until), (rest, after)):
+            total.fill(0.0)
+            for j in cutlass.range_constexpr(2):
+                of_j = corner(total, 4 * j)
+                cute.gemm(mma_f16, of_j, which, four_of(decays, j), of_j)
+        for e in cutlass.range_constexpr(8):
+            since[e] = cute.math.exp2(since[e], fastmath=True)
+        for e in cutlass.range_constexpr(8):
+            rest[e] = cute.math.exp2(rest[e], fastmath=True)
+        # keys first: what queries need of them is `right` alone, and registers are few
+        k, left_k, down, right = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
+        widen(raw_k, k)
+        for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
+            k[e] = k[e] * inv_k[e // 2 % 2]
+        for e in cutlass.range_constexpr(8):
+            down[e] = k[e] * rest[e]
+            left_k[e] = k[e] * since[e]
+        kl8, key8, out, post8 = [cute.make_rmem_tensor((8,), t) for t in (dtype, dtype, dtype, wide)]
+        for e in cutlass.range_constexpr(8):
+            post8[e] = post[e % 2 + 2 * (e // 4)]
+        kl8.store(left_k.load().to(dtype))
+        key8.store(down.load().to(dtype))
+        out.store(((key8 if cutlass.const_expr(is_f16) else down).load() * post8.load()).to(dtype))
+        store_matrix(kl8, (k_at ^ 32 * n) + from_k(here.kl_ql))
+        store_matrix(out, (k_at ^ 32 * n) + from_k(here.kr))
+        if x.block_row < 3:  # for the rows below: [n-block = ri][hi][ci]
+            as_b = cute.make_rmem_tensor((8,), dtype)
+            for e in cutlass.range_constexpr(8):
+                as_b[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = key8[e]
+            cute.autovec_copy(column(as_b), at_address(key_at + 512 * n, dtype, 8, 16))
+        if cutlass.const_expr(is_scalar):  # operands of the diagonal blocks decay later, entry by entry
+            right.store(k.load())
+            add_block(mma_tf32, diagonal_a, k, right)
+        else:
+            for e in cutlass.range_constexpr(8):
+                right[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+            add_block(mma_tf32, diagonal_a, left_k, right)
+        q, left_q, ql8 = [cute.make_rmem_tensor((8,), t) for t in (F32, F32, dtype)]
+        widen(raw_q, q)
+        for e in cutlass.range_constexpr(8):
+            q[e] = q[e] * inv_q[e // 2 % 2]
+        for e in cutlass.range_constexpr(8):
+            left_q[e] = q[e] * since[e]
+        ql8.store(left_q.load().to(dtype))
+        store_matrix(ql8, (k_at ^ 32 * n) + from_k(here.kl_ql) + TILE)
+        add_block(mma_tf32, diagonal_p, q if cutlass.const_expr(is_scalar) else left_q, right)
+        if cutlass.const_expr(not is_f16):  # kb and qg, from what has not been rounded
+            pre, pre8, b8 = read_factors(pre_at + step * n, wide), *[cute.make_rmem_tensor((8,), wide) for _ in range(2)]
+            for e in cutlass.range_constexpr(8):
+                pre8[e], b8[e] = pre[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
+            out.store((left_k.load() * pre8.load() * b8.load()).to(dtype))
+            store_matrix(out, k_at ^ 32 * n)
+            out.store((left_q.load() * pre8.load()).to(dtype))
+            store_matrix(out, (k_at ^ 32 * n) + TILE)
+    # the other side has the other half: A's goes to the keys' now, P's to the queries' when tables are free (`join_halves`)
+    if x.side == QUERIES:
+        for nb in cutlass.range_constexpr(2):
+            for ri in cutlass.range_constexpr(2):
+                cute.autovec_copy(pair(diagonal_a, 2 * ri + 4 * nb), entries(x, nb, ri))
+    return diagonal_a, diagonal_p
+
+
+def entries(x: Chunk, nb: int, ri: int) -> Any:
+    """Two neighbours of our diagonal block of A in shared memory."""
+    return cute.local_tile(x.room.diagonal[None, None, x.block_row], (1, 2), (x.r + 8 * ri, 4 * nb + x.c))
+
+
+@cute.jit
+def add_block(mma: cute.TiledMma, acc: cute.Tensor, x: cute.Tensor, y: cute.Tensor):
+    """acc [16, 16] += x y^T over 16 channels, in tf32; x and y are arrays of rows."""
+    for hi in cutlass.range_constexpr(2):
+        a = cute.make_rmem_tensor(((2, 2), 1), F32)
+        for e in cutlass.range_constexpr(4):
+            a[e // 2 + 2 * (e % 2)] = x[e + 4 * hi]
+        for nb in cutlass.range_constexpr(2):
+            of_y = cute.make_tensor(y.iterator + 2 * nb + 4 * hi, cute.make_layout((2, 1)))
+            d = corner(acc, 4 * nb)
+            cute.gemm(mma, d, cute.recast_tensor(a, TF32), cute.recast_tensor(of_y, TF32), d)
+
+
+@cute.jit
+def entry_decay(L: cute.Tensor, c: I32, nb: cutlass.Constexpr, ri: cutlass.Constexpr, ci: cutlass.Constexpr):
+    """e^{L_t - L_i} of an entry of a diagonal block, one gate a head: no decay is too fast for that."""
+    L_col = cute.arch.shuffle_sync(L[2 * nb], 4 * (2 * c + ci))
+    return F32(UNBIASED) * cute.math.exp2(L[2 * ri] - L_col, fastmath=True)
+
+
+@cute.jit
+def join_halves(x: cutlass.Constexpr, diagonal_a: cute.Tensor, diagonal_p: cute.Tensor, b: cute.Tensor, L: cute.Tensor):
+    """On the side of the keys: A's diagonal blocks as they are to be inverted; half of P's to the other side."""
+    if x.side == KEYS:
+        for j in cutlass.range_constexpr(2):
+            cute.autovec_copy(flat(diagonal_p, 4 * j, 4), x.room.halves[None, j, x.lane, x.block_row])
+        for nb in cutlass.range_constexpr(2):
+            for ri in cutlass.range_constexpr(2):
+                two = cute.make_rmem_tensor((1, 2), F32)
+                cute.autovec_copy(entries(x, nb, ri), two)
+                for ci in cutlass.range_constexpr(2):
+                    entry = two[ci] + diagonal_a[ci + 2 * ri + 4 * nb]
+                    if cutlass.const_expr(x.kind.is_scalar):
+                        entry = entry * entry_decay(L, x.c, nb, ri, ci)
+                    two[ci] = entry * b[ri] if 8 * nb + 2 * x.c + ci < x.r + 8 * ri else F32(0.0)
+                cute.autovec_copy(two, entries(x, nb, ri))
+
+
+@cute.jit
+def second_pass(x: cutlass.Constexpr):
+    """Blocks d = 1, 2, 3 below the diagonal, [.., d - 1]: our rows of k e^L or q e^L against keys of other rows."""
+    here, dtype = x.room, x.kind.dtype
+    mma, wide = x.mmas[0 if cutlass.const_expr(dtype is F16) else 1], here.after.element_type
+    own_at, key_at = x.at(here.kl_ql, 128), address(here.keys) + 16 * x.lane
+    between_at = address(here.between) + 2 * x.c * (dtype.width // 8)
+    scores = cute.make_rmem_tensor(((2, 2), 1, 2, 3), F32)
+    scores.fill(0.0)
+    for d in cutlass.range_constexpr(1, 4):
+        if x.block_row >= d:
+            their_at = key_at + 4096 * (x.block_row - d)
+            decay_at = between_at + 256 * (x.block_row - 2 if cutlass.const_expr(d == 2) else I32(2))
+            for half in cutlass.range(2, unroll=1):
+                for s in cutlass.range_constexpr(4):
+                    ours, theirs = load_matrix((own_at ^ 32 * s) + HALF * half, dtype), cute.make_rmem_tensor((8,), dtype)
+                    cute.autovec_copy(at_address(their_at + 512 * s + 2048 * half, dtype, 8, 16), column(theirs))
+                    if cutlass.const_expr(d > 1):  # the blocks between
+                        decay, decay8 = read_factors(decay_at + 32 * s + 128 * half, dtype), cute.make_rmem_tensor((8,), dtype)
+                        for e in cutlass.range_constexpr(8):
+                            decay8[e] = decay[e % 4]
+                        theirs.store((theirs.load().to(wide) * decay8.load().to(wide)).to(dtype))
+                    for nb in cutlass.range_constexpr(2):
+                        block = corner(scores, 8 * (d - 1) + 4 * nb)
+                        cute.gemm(mma, block, as_a(ours), four_of(theirs, nb), block)
+    return scores
+
+
+@cute.jit
+def scale_rows(x: cutlass.Constexpr, b: cute.Tensor):
+    """k e^L to kb, q e^L to qg, in their places."""
+    here = x.room
+    own_at, pre_at = x.at(here.kl_ql, 128), address(here.before) + 256 * x.block_row + 4 * x.c
+    row8 = cute.make_rmem_tensor((8,), F16)
+    for e in cutlass.range_constexpr(8):
+        row8[e] = (b[e // 2 % 2] if x.side == KEYS else F32(1.0)).to(F16)
+    for half in cutlass.range(2, unroll=1):
+        rows = [load_matrix((own_at ^ 32 * s) + HALF * half, F16) for s in range(4)]
+        pres = [read_factors(pre_at + 32 * s + 128 * half, F16) for s in range(4)]
+        for s, pre, ours in zip(range(4), pres, rows):
+            pre8, scaled = [cute.make_rmem_tensor((8,), F16) for _ in range(2)]
+            for e in cutlass.range_constexpr(8):
+                pre8[e] = pre[e % 2 + 2 * (e // 4)]
+            scaled.store(ours.load() * pre8.load() * row8.load())
+            store_matrix(scaled, (own_at ^ 32 * s) + HALF * half)
+
+
+# Squares
+
+
+@cute.jit
+def store_p(
+    x: cutlass.Constexpr,
+    scores: cute.Tensor,
+    diagonal: cute.Tensor,
+    L: cute.Tensor,
+    m: cute.Tensor,
+    record: I32,
+    has_zeros: cutlass.Constexpr,
+):
+    """Our rows of P, by way of shared memory."""
+    here, dtype = x.room, x.kind.dtype
+    for j in cutlass.range_constexpr(2):
+        half = cute.make_rmem_tensor((4,), F32)
+        cute.autovec_copy(here.halves[None, j, x.lane, x.block_row], half)
+        for e in cutlass.range_constexpr(4):
+            entry, row, col = diagonal[4 * j + e] + half[e], x.r + 8 * (e // 2), 8 * j + 2 * x.c + e % 2
+            if cutlass.const_expr(x.kind.is_scalar):
+                entry = entry * entry_decay(L, x.c, j, e // 2, e % 2)
+            diagonal[4 * j + e] = entry if col <= row else F32(0.0)
+    cute.arch.sync_warp()
+    out_at = lane_address(here.out, x.block_row, x.lane)
+    block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
+    nothing.fill(0.0)
+    block.store(diagonal.load().to(dtype))
+    store_matrix(block, out_at ^ 32 * x.block_row)
+    for d in cutlass.range_constexpr(1, 4):
+        if x.block_row >= d:
+            block.store(flat(scores, 8 * (d - 1), 8).load().to(dtype))
+            store_matrix(block, out_at ^ 32 * (x.block_row - d))
+        if x.block_row + d < 4:
+            store_matrix(nothing, out_at ^ 32 * (x.block_row + d))
+    if cutlass.const_expr(has_zeros):
+        store_rows(here.out, m, x.block_row, x.lane, record)
+    else:
+        store_quarters(here.out, m, x.block_row, x.lane, record, UPPER_RIGHT)
+
+
+@cute.jit
+def store_t(
+    x: cutlass.Constexpr,
+    scores: cute.Tensor,
+    b: cute.Tensor,
+    m: cute.Tensor,
+    record: I32,
+    p_has_left: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
+):
+    """Our rows of T^T, block column J = block_row of T, the same way after P."""
+    here, dtype = x.room, x.kind.dtype
+    for d in cutlass.range_constexpr(1, 4):
+        if x.block_row >= d:
+            block_a = below(here.below, x.block_row, x.block_row - d)
+            for nb in cutlass.range_constexpr(2):
+                for ri in cutlass.range_constexpr(2):
+                    two, e = cute.make_rmem_tensor((1, 2), F32), 2 * ri + 4 * nb + 8 * (d - 1)
+                    two[0], two[1] = scores[e] * b[ri], scores[e + 1] * b[ri]
+                    round_tf32(two)
+                    cute.autovec_copy(two, cute.local_tile(block_a, (1, 2), (x.r + 8 * ri, 4 * nb + x.c)))
+    pipeline.NamedBarrier(barrier_id=1, num_threads=128).arrive_and_wait()
+    cols = cute.make_rmem_tensor((32,), F32)
+    inverse_columns(x.mmas[2], here.below, here.diagonal, x.block_row, x.lane, cols)
+    out_at = lane_address(here.out, x.block_row, x.lane)
+    block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
+    nothing.fill(0.0)
+    p_has_left.arrive_and_wait()
+    for d in cutlass.range_constexpr(4):
+        if x.block_row + d < 4:
+            block.store(flat(cols, 8 * d, 8).load().to(dtype))
+            store_matrix(block, out_at ^ 32 * (x.block_row + d))
+        if cutlass.const_expr(d > 0):
+            if x.block_row >= d:
+                store_matrix(nothing, out_at ^ 32 * (x.block_row - d))
+    if cutlass.const_expr(has_zeros):
+        store_rows(here.out, m, x.block_row, x.lane, record)
+    else:
+        store_quarters(here.out, m, x.block_row, x.lane, record, LOWER_LEFT)
