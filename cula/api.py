@@ -19,7 +19,7 @@ from torch import Tensor
 from cula import contract, operators, plans, settings
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, KdaProblem, LightningInputs, LightningProblem
 from cula.dispatch import Choice, Problem, choose
-from cula.ops import KdaForward
+from cula.ops import Plan
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
 
 
@@ -137,8 +137,9 @@ def cula_kda(
             backend=backend,
             **kwargs,
         )
-    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    around = (state_pool, initial_state_indices, has_initial_state, out)
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state
+    )  # fmt: skip
     words: Any = None
     if not (kwargs or checkpoint_every or checkpoint_states is not None or torch.compiler.is_compiling()):
         scale = scale if scale is None else float(scale)
@@ -146,9 +147,10 @@ def cula_kda(
             scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, output_final_state, return_intermediate_states, disable_recompute, device, backend,
         )  # fmt: skip
-        plan = _kda_plans.find((*x, *around), words)
-        if plan is not None:
-            return plan((*x, *around))
+        plan = _kda_plans.find(tensors, words)
+        if plan is not None and (done := plan(tensors)) is not None:
+            return done
+    x = KdaInputs(*tensors[:9])
     uses_pool, keeps_checkpoints = state_pool is not None, checkpoint_states is not None
     options = KdaOptions(
         scale=scale,
@@ -179,10 +181,11 @@ def cula_kda(
         choice = choose("kda_fwd", problem, backend)
         _refuse_unknown(who, kwargs, choice)
         if words is not None and not problem.needs_grad and _is_as_given(x, given):
-            again = choice.backend.find("kda_fwd_again") if state_pool is None else None
-            again = None if again is None else again(problem, x, out)
-            run = functools.partial(_infer_kda, problem, choice, again, output_final_state, return_intermediate_states)
-            _kda_plans.keep((*given, *around), words, run)
+            make = choice.backend.find("kda_fwd_again") if state_pool is None else None
+            again: Plan | None = None if make is None else make(problem, x, out)
+            if again is None:
+                again = functools.partial(_infer_kda, problem, choice, output_final_state, return_intermediate_states)
+            _kda_plans.keep(tensors, words, again)
         if state_pool is not None and initial_state_indices is not None:
             x = x._replace(initial_state=read_pool(state_pool, initial_state_indices, has_initial_state))
         result = operators.kda(problem, x, backend, out)
@@ -199,21 +202,11 @@ _kda_plans = plans.Plans()
 
 
 def _infer_kda(
-    problem: KdaProblem,
-    choice: Choice,
-    again: Callable[..., KdaForward | None] | None,
-    output_final_state: bool,
-    with_states: bool,
-    tensors: Sequence[Tensor | None],
+    problem: KdaProblem, choice: Choice, output_final_state: bool, with_states: bool, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Run a checked call that needs no gradient; tensors are `KdaInputs`, then the pool, its two vectors, and out.
-
-    `again` is what the backend made of an earlier call like this one, if it does.
-    """
-    x, (pool, indices, has_initial_state, out) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
+    """Run a checked call that needs no gradient; tensors are `KdaInputs`, then out, a pool and its two vectors."""
+    x, (out, pool, indices, has_initial_state) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
     with operators.on_device_of(x.q):
-        if again is not None and (result := again(x, out)) is not None:
-            return result.o, result.final_state
         if pool is not None and indices is not None:
             x = x._replace(initial_state=read_pool(pool, indices, has_initial_state))
         o, final_state, states, _ = choice.backend.load("kda_fwd")(problem, x, out)
@@ -278,7 +271,15 @@ def cula_lightning(
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
     who = "cula_lightning"
-    x = LightningInputs(Q, K, V, decay, initial_state, cu_seqlens)
+    tensors = (Q, K, V, decay, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state)
+    words: Any = None
+    if not (kwargs or torch.compiler.is_compiling()):
+        scale = scale if scale is None else float(scale)
+        words = (scale, output_final_state, chunk_size, device, backend)
+        plan = _lightning_plans.find(tensors, words)
+        if plan is not None and (done := plan(tensors)) is not None:
+            return done
+    x = LightningInputs(*tensors[:6])
     wants_state = output_final_state or state_pool is not None
     if torch.compiler.is_compiling():
         _refuse_under_compile(who, kwargs, out=out)
@@ -289,12 +290,6 @@ def cula_lightning(
             write_pool(state_pool, initial_state_indices, final_state)
         return o, final_state if output_final_state else None
 
-    around = (state_pool, initial_state_indices, has_initial_state, out)
-    scale = scale if scale is None else float(scale)
-    words = (scale, output_final_state, chunk_size, device, backend)
-    plan = None if kwargs else _lightning_plans.find((*x, *around), words)
-    if plan is not None:
-        return plan((*x, *around))
     given = x
     problem, x = contract.check_lightning(x, scale=scale, output_final_state=wants_state, chunk_size=chunk_size, who=who)
     contract.check_device_argument(device, Q, who)
@@ -307,9 +302,11 @@ def cula_lightning(
         o, final_state = operators.lightning(problem, x, backend, out)
         return o, final_state if output_final_state else None
     run = functools.partial(_infer_lightning, problem, choice, output_final_state)
-    if not kwargs and _is_as_given(x, given):
-        _lightning_plans.keep((*given, *around), words, run)
-    return run((*x, *around))
+    if words is not None and _is_as_given(x, given):
+        make = choice.backend.find("lightning_fwd_again") if state_pool is None else None
+        again = None if make is None else make(problem, x, out)
+        _lightning_plans.keep(tensors, words, run if again is None else again)
+    return run((*x, *tensors[6:]))
 
 
 _lightning_plans = plans.Plans()
@@ -318,8 +315,8 @@ _lightning_plans = plans.Plans()
 def _infer_lightning(
     problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a checked call that needs no gradient; tensors are `LightningInputs`, then the pool, its two vectors, and out."""
-    x, (pool, indices, has_initial_state, out) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
+    """Run a checked call that needs no gradient; tensors are `LightningInputs`, then out, a pool and its two vectors."""
+    x, (out, pool, indices, has_initial_state) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
     with operators.on_device_of(x.q):
         if pool is None or indices is None:
             o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)

@@ -33,6 +33,7 @@ MODULE_OF = {
     "kda_map": "kda",
     "kda_state_grad": "kda",
     "lightning_fwd": "lightning",
+    "lightning_fwd_again": "lightning",
     "lightning_fwd_pool": "lightning",
     "lightning_bwd": "lightning",
     "lightning_map": "lightning",

@@ -12,24 +12,21 @@ long way. On a CPU there are no plans: offsets and slots are checked there on ev
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from operator import is_, itemgetter
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from cula import settings
 from cula.ops import Plan
-
-# What torch.compile asks of tensors before it runs compiled code: one call for all of them. Not public, so perhaps not there.
-TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+from cula.ops.host import TensorGuards
 
 CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
 
 LATEST = 4  # plans compared with before a signature is written down
 
 Tensors = Sequence[Tensor | None]
+Likeness = Callable[[Tensors], bool]
 
 
 class Plans:
@@ -39,13 +36,13 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
         # By words alone, the plans that were last found for them, newest first: most calls repeat one of those before, and
         # to compare tensors with those of a plan is several times as fast as to write their signature down.
-        self._latest: dict[Hashable, tuple[tuple[_Likeness, Plan], ...]] = {}
+        self._latest: dict[Hashable, tuple[tuple[Likeness, Plan], ...]] = {}
 
     def find(self, tensors: Tensors, words: Hashable) -> Plan | None:
         if settings.check_values():
             return None
-        for likeness, plan in self._latest.get(words, ()):
-            if likeness.holds(tensors):
+        for is_like, plan in self._latest.get(words, ()):
+            if is_like(tensors):
                 return plan
         found = self._plans.get((signature(tensors), words))
         if found is not None:
@@ -65,7 +62,7 @@ class Plans:
 
     def _remember(self, tensors: Tensors, words: Hashable, plan: Plan) -> None:
         if TensorGuards is not None:
-            self._latest[words] = ((_Likeness(tensors), plan), *self._latest.get(words, ())[: LATEST - 1])
+            self._latest[words] = ((likeness(tensors), plan), *self._latest.get(words, ())[: LATEST - 1])
 
 
 def signature(tensors: Tensors) -> Hashable | None:
@@ -83,23 +80,15 @@ def signature(tensors: Tensors) -> Hashable | None:
         return None
 
 
-class _Likeness:
-    """Whether other tensors have the signature of these."""
+def likeness(tensors: Tensors) -> Likeness:
+    """A function that says whether other tensors have the signature of these.
 
-    def __init__(self, tensors: Tensors):
-        given = [i for i, t in enumerate(tensors) if t is not None]
-        absent = [i for i, t in enumerate(tensors) if t is None]
-        # An itemgetter of one place would return what is there instead of a tuple of it: hence the absent ones twice.
-        self._given, self._absent = itemgetter(*given), itemgetter(*absent, *absent) if absent else _nowhere
-        self._nothing = self._absent(tensors)
-        present = self._given(tensors)
-        sizes, strides = [list(t.shape) for t in present], [list(t.stride()) for t in present]
-        self._check = TensorGuards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-    def holds(self, tensors: Tensors) -> bool:
-        # `is`, because to compare a tensor with None takes it microseconds
-        return all(map(is_, self._absent(tensors), self._nothing)) and self._check(*self._given(tensors))
-
-
-def _nowhere(_: Tensors) -> tuple[()]:
-    return ()
+    Written for these tensors as one expression, `lambda t: t[2] is None and check(t[0], t[1])`: no loop over them and no tuple
+    of them, which is what most of the time would go into.
+    """
+    given = [(i, t) for i, t in enumerate(tensors) if t is not None]
+    sizes, strides = [list(t.shape) for _, t in given], [list(t.stride()) for _, t in given]
+    check = TensorGuards(*(t for _, t in given), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    asked = [f"t[{i}] is None" for i, t in enumerate(tensors) if t is None]
+    asked.append(f"check({', '.join(f't[{i}]' for i, _ in given)})")
+    return eval(f"lambda t: {' and '.join(asked)}", {"check": check})

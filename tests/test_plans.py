@@ -29,9 +29,9 @@ CHANGES = {
 @pytest.mark.skipif(plans.TensorGuards is None, reason="this torch has no TensorGuards")
 @pytest.mark.parametrize("change", CHANGES)
 def test_likeness_is_lost_with_any_change(change):
-    like = plans._Likeness(tensors())
-    assert like.holds(tensors())
-    assert not like.holds(CHANGES[change](*tensors()))
+    is_like = plans.likeness(tensors())
+    assert is_like(tensors())
+    assert not is_like(CHANGES[change](*tensors()))
 
 
 @pytest.fixture
@@ -97,6 +97,26 @@ def test_checks_of_values_are_not_skipped(on_cpu, monkeypatch):
 
 def test_cpu_calls_have_no_plans():
     assert plans.signature(tensors()) is None
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_kda_by_plan_is_kda(on_cpu, monkeypatch, with_states):
+    from cula import api
+
+    known = plans.Plans()
+    monkeypatch.setattr(api, "_kda_plans", known)
+    call = KdaCall(T=70, B=2, dtype=torch.float32, H=2, HV=4, K=16, V=16, gate="bounded", norm=True, beta="sigmoid")
+    given = call.tensors("cpu") | call.switches() | {"output_final_state": True, "return_intermediate_states": with_states}
+    first = cula.cula_kda(**given)
+    (plan,) = known._plans.values()
+    taken = []
+    known.find = lambda tensors, words: lambda t: taken.append(1) or plan(t)
+    for a, b in zip(cula.cula_kda(**given), first, strict=True):
+        assert torch.equal(a, b)
+    known.find = lambda tensors, words: lambda t: taken.append(2)  # does not fit: the long way
+    for a, b in zip(cula.cula_kda(**given), first, strict=True):
+        assert torch.equal(a, b)
+    assert taken == [1, 2]
 
 
 # On a GPU

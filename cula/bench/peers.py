@@ -171,13 +171,14 @@ class CudnnFrontend(Peer):
             return "its KDA forward is what is compared here"
         if case.has("gate") and case.gate == "init":
             return "its in-kernel gate is the bounded one only"
-        if (case.K, case.V) != (128, 128):
-            return "its Hopper kernels take K = V = 128"
+        if case.dtype != "bfloat16" or (case.K, case.V) != (128, 128):
+            return "its Hopper kernel takes bf16 and K = V = 128"
         return None
 
     def prepare(self, x: Inputs) -> Call:
         kda = importlib.import_module("cudnn.linear_attention").kimi_delta_attention
-        tensors = [x.packed(t).contiguous() for t in (x.q, x.k, x.v, x.g, x.beta) if t is not None]
+        assert x.g is not None and x.beta is not None
+        tensors = [x.packed(t).contiguous() for t in (x.q, x.k, x.v, x.g.float(), x.beta.float())]
         offsets = x.offsets(torch.int32)
         options: dict[str, Any] = {
             "initial_state": x.h0,
@@ -189,10 +190,14 @@ class CudnnFrontend(Peer):
             options |= {"safe_gate": True, "gate_lower_bound": x.lower_bound, "a_log": x.A_log, "dt_bias": x.dt_bias}
 
         def read(result: Any) -> Outputs:
-            o, state = result if isinstance(result, tuple) else (result, None)
+            o, state = result  # without a last state, one of no rows
             return read_pair((o.view(x.v.shape), state if x.case.has("ht") else None))
 
-        return Call(lambda: kda(*tensors, offsets, **options), read)
+        return Call(
+            lambda: kda(*tensors, offsets, **options),
+            read,
+            "given gates and betas in float32, as its kernel reads them: bf16 it would convert in every call",
+        )
 
 
 class FlashKda(Peer):

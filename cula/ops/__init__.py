@@ -8,11 +8,13 @@ may be anything), offsets are int32; they, states and a gate's parameters are co
 | module         | function                                         | returns                                         |
 |----------------|--------------------------------------------------|-------------------------------------------------|
 | `kda.py`       | `kda_fwd(problem, x, out=None)`                  | `KdaForward`                                    |
-|                | `kda_fwd_again(problem, x, out)` (optional)      | the same for calls like this one, or None       |
+|                | `kda_fwd_again(problem, x, out)` (optional)      | a `Plan` for calls like this one, or None       |
 |                | `kda_bwd(problem, x, saved, do, dht)`            | `KdaGrads`, each in the dtype of its input      |
 |                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
 |                | `kda_state_grad(problem, x, do, dht=None)`       | `d_initial_state` and nothing else              |
 | `lightning.py` | `lightning_fwd(problem, x, out=None)`            | `(o, final_state or None)`                      |
+|                | `lightning_fwd_again(problem, x, out)`           | a `Plan` for calls like this one, or None       |
+|                | (optional)                                       |                                                 |
 |                | `lightning_fwd_pool(problem, x, pool, indices,   | o; states come from a pool's slots and go       |
 |                | has_initial_state, out)` (optional)              | there. None: not this pool                      |
 |                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cula.contract import KdaInputs, KdaProblem
-from cula.ops import KdaForward
+from cula.ops import KdaForward, Plan
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import TMA_BYTES, as_states, as_tokens, stream_of
+from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
+from cula.ops.host import current_device, current_stream, empty, form_of
 
 # by compute capability
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -36,9 +37,11 @@ class Cut(NamedTuple):
     segments: int
     per_segment: int  # chunks
     has_maps: bool  # some sequence may be cut
+    helpers: int = 0  # blocks a head that make maps only
 
     def bytes(self, HV: int) -> int:
-        return HV * (self.chunks * CHUNK_BYTES + (self.segments * MAP_BYTES if self.has_maps else 0))
+        flags = -(-4 * HV * self.segments // 128) * 128
+        return HV * (self.chunks * CHUNK_BYTES + (self.segments * MAP_BYTES if self.has_maps else 0)) + flags
 
 
 def cut(problem: KdaProblem, num_sms: int) -> Cut:
@@ -49,19 +52,20 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.75 * math.sqrt(mean))))))
     if wanted == 1 and p.is_packed:
-        return cut_into(p, -(-p.T // CHUNK) + 1)  # longer than any sequence
-    return cut_into(p, -(-mean // wanted))
+        return cut_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
+    return cut_into(p, -(-mean // wanted), num_sms)
 
 
-def cut_into(problem: KdaProblem, per_segment: int) -> Cut:
-    """Segments of so many chunks."""
+def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
+    """Segments of so many chunks. The maps of a single sequence may keep multiprocessors busy that have no segment."""
     p = problem
     if p.is_packed:
         chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
     else:
         chunks_of_one = -(-p.T // CHUNK)
         chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
-    return Cut(chunks, segments, per_segment, segments > p.N)
+    helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
+    return Cut(chunks, segments, per_segment, segments > p.N, helpers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,43 +109,55 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
     return o
 
 
-def kda_fwd_again(
-    problem: KdaProblem, x: KdaInputs, out: Tensor | None = None
-) -> Callable[[KdaInputs, Tensor | None], KdaForward | None] | None:
-    """`kda_fwd` for more calls like this one, with tensors of these shapes and strides; all that follows from them is worked out
-    here. None if some would have to be copied. What it returns may return None: for tensors at addresses that TMA cannot read."""
+def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Plan | None:
+    """A plan for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
+    have to be copied. It takes those of x and then `out`, and returns o and the final state, or None for tensors at addresses
+    that TMA cannot read."""
     p, device = problem, x.q.device
-    o_shape, ht_shape = (p.B, p.T, p.HV, V), (p.N, p.HV, V, K)
-    o = torch.empty(o_shape, dtype=torch.bfloat16, device=device) if out is None else out
-    ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if p.options.output_final_state else None
+    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     cut = _cut_on(p, device)
-    kernel, work_bytes, absent, numbers = (
-        load(variant(p), ARCH_OF[p.sm]),
-        cut.bytes(p.HV),
-        _no_gate(device, p.HV),
-        _numbers(p, x, cut, o, ht),
-    )
-    has_ht, has_scalar_gate = ht is not None, p.has_scalar_gate
-    del o, ht
+    kernel, numbers = load(variant(p), ARCH_OF[p.sm]), _numbers(p, x, cut, o, ht)
+    no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
+    form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
+    form_of_work = ((cut.bytes(p.HV),), (1,), torch.uint8)
+    reads_gates_by_tma, index = not p.has_scalar_gate, device.index
+    del o, ht, x, out
 
-    def again(x: KdaInputs, out: Tensor | None) -> KdaForward | None:
-        o = torch.empty(o_shape, dtype=torch.bfloat16, device=device) if out is None else out
-        ht = torch.empty(ht_shape, dtype=torch.float32, device=device) if has_ht else None
-        work = torch.empty(work_bytes, dtype=torch.uint8, device=device)
-        addresses = _addresses(x, absent, o, ht, work)
-        q, k, v, g, _, _, _, to, h0, *_ = addresses
-        if (q | k | v | to | h0 | (0 if has_scalar_gate else g)) % TMA_BYTES:
+    def again(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return again(tensors)
+        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, out = tensors[:10]
+        q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
+        h0_at = 0 if h0 is None else h0.data_ptr()
+        o = empty(*form_of_o) if out is None else out
+        o_at = o.data_ptr()
+        if (q_at | k_at | v_at | h0_at | o_at | (g_at if reads_gates_by_tma else 0)) % TMA_BYTES:
             return None
-        kernel(*addresses, *numbers, stream_of(device))
-        return KdaForward(o, ht, None)
+        ht = None if form_of_ht is None else empty(*form_of_ht)
+        work = empty(*form_of_work)
+        kernel(
+            q_at,
+            k_at,
+            v_at,
+            g_at,
+            beta.data_ptr(),
+            no_A if A_log is None else A_log.data_ptr(),
+            no_bias if dt_bias is None else dt_bias.data_ptr(),
+            o_at,
+            h0_at,
+            0 if ht is None else ht.data_ptr(),
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            work.data_ptr(),
+            *numbers,
+            current_stream(index),
+        )
+        return o, ht
 
     return again
-
-
-def address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, work: Tensor) -> tuple[int, ...]:
@@ -175,6 +191,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None
         cut.segments,
         cut.per_segment,
         int(cut.has_maps),
+        cut.helpers,
     )
 
 

@@ -7,21 +7,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
+from cula.ops import Plan
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import as_tokens, no_places, no_states, stream_of
+from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
+from cula.ops.host import current_device, current_stream, empty, form_of
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
 
 
 @dataclass(frozen=True)
-class Plan:
+class Cut:
     """A kernel and how its work is cut."""
 
     kernel: str  # d128, d128_half or d64
@@ -43,7 +47,7 @@ SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MIN_SEGMENT_CHUNKS = 4
 
 
-def plan(problem: LightningProblem, num_sms: int) -> Plan:
+def plan(problem: LightningProblem, num_sms: int) -> Cut:
     """The cheapest of the kernels and cuts, by the times above and sizes the host knows."""
     N, T = problem.N, problem.T
     # Packed lengths are not known here: as if all were alike.
@@ -58,7 +62,7 @@ def plan(problem: LightningProblem, num_sms: int) -> Plan:
     return cut(problem, kernel, per_seq, num_sms)
 
 
-def cut(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Plan:
+def cut(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Cut:
     """The plan with about `per_seq` segments to a sequence."""
     N, T = problem.N, problem.T
     blocks_of_v = 2 if kernel == "d128_half" else 1
@@ -70,7 +74,7 @@ def cut(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> P
         segment = 0 if per_seq == 1 else -(-T // (per_seq * CHUNK)) * CHUNK
         per_seq = -(-T // segment) if segment else 1
         num_ids = N * per_seq
-    return Plan(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
+    return Cut(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
 
 
 def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_sms: int) -> float:
@@ -87,7 +91,7 @@ def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_s
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_on(problem: LightningProblem, device: torch.device) -> Plan:
+def _plan_on(problem: LightningProblem, device: torch.device) -> Cut:
     return plan(problem, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -118,51 +122,107 @@ def lightning_fwd_pool(
 def run(
     problem: LightningProblem,
     x: LightningInputs,
-    plan: Plan,
+    plan: Cut,
     h0: Tensor | None,
     ht: Tensor | None,
     read_from: Tensor | None = None,
     write_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch a plan; returns o."""
+    """Launch with a given cut; returns o."""
     device = x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    o_tokens = as_tokens(o)  # a copy where TMA cannot write to `out`
-    empty, nowhere = no_states(device, problem.V, problem.K), no_places(device)
-    seeds = empty
+    to = as_tokens(o)  # a copy where TMA cannot write to `out`
+    x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v))
+    h0 = h0 if h0 is None or write_to is not None else as_states(h0)  # a pool must do as it is
+    seeds = None
     if plan.segment:
         seeds = torch.empty((plan.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
-    states = h0 if h0 is not None else ht
-    dtype = "bf16" if states is not None and states.dtype == torch.bfloat16 else "fp32"
-    arguments = (
-        as_tokens(x.q).flatten(0, 1),
-        as_tokens(x.k).flatten(0, 1),
-        as_tokens(x.v).flatten(0, 1),
-        o_tokens.flatten(0, 1),
-        x.decay,
-        empty if h0 is None else h0,
-        empty if ht is None else ht,
-        seeds,
-        nowhere if x.cu_seqlens is None else x.cu_seqlens,
-        nowhere if read_from is None else read_from,
-        nowhere if write_to is None else write_to,
-        problem.scale,
-        problem.N,
-        0 if problem.is_packed else problem.T,
+    addresses = [address(t) for t in (x.q, x.k, x.v, to, x.decay, h0, ht, seeds, x.cu_seqlens, read_from, write_to)]
+    numbers = _numbers(problem, x, plan, to, h0, ht, write_to is not None)
+    for kernel in _kernels(plan, h0 if h0 is not None else ht):
+        kernel(*addresses, *numbers, stream_of(device))
+    if to is not o:
+        o.copy_(to)
+    return o
+
+
+def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Plan | None:
+    """A plan for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
+    have to be copied. It takes those of x and then `out`, and returns o and the final state, or None for tensors at addresses
+    that TMA cannot read."""
+    p, device = problem, x.q.device
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
+    ht = torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=device) if p.output_final_state else None
+    if any(as_tokens(t) is not t for t in (*x[:3], o)):
+        return None
+    plan = _plan_on(p, device)
+    kernels, numbers = _kernels(plan, ht), _numbers(p, x, plan, o, x.initial_state, ht, False)
+    form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
+    form_of_seeds = ((plan.num_ids * p.HV * p.V * p.K,), (1,), torch.float32) if plan.segment else None
+    index = device.index
+    del o, ht, x, out
+
+    def again(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return again(tensors)
+        q, k, v, decay, h0, cu_seqlens, out = tensors[:7]
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        h0_at = 0 if h0 is None else h0.data_ptr()
+        o = empty(*form_of_o) if out is None else out
+        o_at = o.data_ptr()
+        if (q_at | k_at | v_at | h0_at | o_at) % TMA_BYTES:
+            return None
+        ht = None if form_of_ht is None else empty(*form_of_ht)
+        seeds = None if form_of_seeds is None else empty(*form_of_seeds)
+        for kernel in kernels:
+            kernel(
+                q_at,
+                k_at,
+                v_at,
+                o_at,
+                decay.data_ptr(),
+                h0_at,
+                0 if ht is None else ht.data_ptr(),
+                0 if seeds is None else seeds.data_ptr(),
+                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+                0,
+                0,
+                *numbers,
+                current_stream(index),
+            )
+        return o, ht
+
+    return again
+
+
+def _kernels(plan: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
+    """What a plan launches, for states of this dtype."""
+    of = f"{plan.kernel}_{'bf16' if states is not None and states.dtype == torch.bfloat16 else 'fp32'}"
+    walk = load(f"lightning_{of}", ARCH)
+    return (load(f"lightning_ends_{of}", ARCH), walk) if plan.segment else (walk,)
+
+
+def _numbers(
+    p: LightningProblem, x: LightningInputs, plan: Cut, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
+) -> tuple[int | float, ...]:
+    """The arguments after the addresses, in the order of `sm90/lightning.py`."""
+    return (
+        *(stride for t in (x.q, x.k, x.v, o) for stride in t.stride()[1:3]),
+        *(0 if t is None else t.stride(0) for t in (h0, ht)),
+        p.B * p.T,
+        p.H,
+        p.HV,
+        p.scale,
+        p.N,
+        0 if p.is_packed else p.T,
         plan.segment,
         plan.per_seq,
         plan.num_ids,
-        problem.HV // problem.H,
+        p.HV // p.H,
         int(h0 is not None),
         int(ht is not None),
-        int(write_to is not None),
+        int(is_indexed),
         plan.num_blocks,
-        stream_of(device),
     )
-    if plan.segment:
-        load(f"lightning_ends_{plan.kernel}_{dtype}", ARCH)(*arguments)
-    load(f"lightning_{plan.kernel}_{dtype}", ARCH)(*arguments)
-    if o_tokens is not o:
-        o.copy_(o_tokens)
-    return o

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Get a compiled kernel by its name.
 
-    kernel = load("kda_fwd", "sm_90a")      # cheap from the second time on
-    kernel(q, k, v, o, stream)              # a tvm-ffi function: tensors by DLPack, checked against the variant
+    kernel = load("kda_f16_gate_bf16", "sm_90a")   # cheap from the second time on
+    kernel(*addresses, *numbers, stream)           # a tvm-ffi function: what it takes is the variant's host function's
 
 With `CULA_KERNEL_DIR` set, kernels come from that folder, which `python -m cula.compile` made, and from nowhere else: a machine
 that serves never compiles. Otherwise they come from the cache, and one that is not there is compiled first. The loading is

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -34,13 +32,6 @@ def stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-@functools.cache
-def no_states(device: torch.device, V: int, K: int) -> Tensor:
-    """For where a call has no states: of the right form, and empty."""
-    return torch.empty((0, 1, V, K), dtype=torch.float32, device=device)
-
-
-@functools.cache
-def no_places(device: torch.device) -> Tensor:
-    """For where a call has no offsets or indices."""
-    return torch.empty(0, dtype=torch.int32, device=device)
+def address(t: Tensor | None) -> int:
+    """As kernels take it: 0 for a tensor that a call has not."""
+    return 0 if t is None else t.data_ptr()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile sizes of the Triton kernels, by head dims, dtype and architecture, and the choice of segments.
 
-Nothing is tuned at run time: one configuration a (dtype, K, V, architecture, kind of gate) means one compilation. A new length costs
-nothing, but for the kernels of segments, which are compiled when few heads and many chunks first ask for them.
+Nothing is tuned at run time: one configuration a (dtype, K, V, architecture, kind of gate) means one compilation. A new length
+costs nothing, but for the kernels of segments, which are compiled when few heads and many chunks first ask for them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
 from cula.ops import Plan
+from cula.ops.host import empty, form_of
 from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -358,9 +359,8 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     """
     if not x.q.is_cuda or any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
-    makes_dense = given.v.is_contiguous()  # then an output like v is dense, as the kernel's strides say
-    o = torch.empty((problem.N, problem.T, problem.HV, problem.V), dtype=x.q.dtype, device=x.q.device)
-    grid, tensors, rest, num_warps = _arguments(problem, x, o if x.out is None else x.out)
+    like_v = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)
+    grid, tensors, rest, num_warps = _arguments(problem, x, like_v.view(x.v.shape) if x.out is None else x.out)
     bits = 0
     for i, t in enumerate(tensors):
         if t is not None and decode_kernel.arg_names[i] not in ANY_ADDRESS:
@@ -368,22 +368,20 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     if bits % ALIGNMENT:
         return None
     launch = Launch(decode_kernel, grid, tensors, rest, num_warps=num_warps)
+    form = form_of(like_v)
+    del like_v, tensors, x, given
 
     def again(call: Sequence[Tensor | None]) -> Tensor | None:
         if not launch.fits():
             return None
-        values, out = call[2], call[12]
-        assert values is not None
-        if out is None and makes_dense:
-            out = torch.empty_like(values)
-        elif out is None:
-            out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-        addresses = [0 if t is None else t.data_ptr() for t in call[:12]]
-        addresses.append(out.data_ptr())
+        out = call[12]
+        if out is None:
+            out = empty(*form)
+        addresses = [0 if t is None else t.data_ptr() for t in (*call[:12], out)]
         q, k, v, pool, _, g, beta, A_log, dt_bias, decay, _, kept, o = addresses  # but those of ANY_ADDRESS
         if (q | k | v | pool | g | beta | A_log | dt_bias | decay | kept | o) % ALIGNMENT:
             return None
-        launch(addresses)
+        launch(*addresses)
         return out
 
     return again

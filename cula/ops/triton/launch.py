@@ -7,10 +7,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+
+from cula.ops.host import current_device, current_stream
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
 
@@ -32,7 +33,6 @@ class Launch:
     def __init__(self, kernel: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequence[Any], **options: Any):
         compiled = kernel.warmup(*tensors, *rest, grid=(grid,), **options)
         self.device: int = driver.active.get_current_device()
-        self._stream_of = driver.active.get_current_stream
         self._rest = tuple(rest)
         run = compiled.run  # loads the module, so that `function` is there
         after_stream = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -40,11 +40,11 @@ class Launch:
 
     def fits(self) -> bool:
         """Whether a launch may happen now: on the kernel's device, and with no profiler that wants to hear of it."""
-        return torch.accelerator.current_device_index() == self.device and not _is_hooked()
+        return current_device() == self.device and not _is_hooked()
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def __call__(self, *addresses: int) -> None:
         """Launch on the current stream. Addresses stand in the order of the tensors, 0 for None."""
-        self._run(*self._before, self._stream_of(self.device), *self._after, *addresses, *self._rest)
+        self._run(*self._before, current_stream(self.device), *self._after, *addresses, *self._rest)
 
 
 def _unwrapped(run: Any, grid: tuple[int, int, int], after_stream: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:

@@ -126,7 +126,8 @@ def device(monkeypatch):
         pytest.skip(build.missing())
     from tests.support import ptx
 
-    monkeypatch.setattr(lightning, "load", ptx.load)
+    monkeypatch.setattr(lightning, "load", lambda name, arch: lambda *arguments: ptx.simulate(name, *arguments[:-1]))
+    monkeypatch.setattr(lightning, "address", lambda t: 0 if t is None else ptx.Pointer(t))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     return torch.device("cpu")
 
@@ -201,6 +202,47 @@ def test_a_strided_packed_projection_is_read_as_it_lies(device):
     o = lightning.run(problem, x, lightning.cut(problem, "d128", 1, NUM_SMS), None, None)
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The name and the arguments of every launch, instead of launches."""
+    calls = []
+    monkeypatch.setattr(lightning, "load", lambda name, arch: lambda *arguments: calls.append((name, *arguments)))
+    monkeypatch.setattr(lightning, "stream_of", lambda device: 0)
+    monkeypatch.setattr(lightning, "current_stream", lambda device: 0)
+    monkeypatch.setattr(lightning, "current_device", lambda: None)  # as a CPU's index
+    monkeypatch.setattr(lightning, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, cut"])
+def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
+    per_seq = CASES[name].get("per_seq", 1)
+    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", per_seq, NUM_SMS))
+    call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=128, V=128)
+    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
+    out = torch.empty_like(x.v)
+    _, want_state = lightning.lightning_fwd(problem, x, out)
+    first = launched.copy()
+    launched.clear()
+    o, state = lightning.lightning_fwd_again(problem, x, out)((*x, out))
+    assert o is out and state.shape == want_state.shape and state.is_contiguous()
+    fresh = (7, 8)  # the final state and the seeds are new each time
+    for before, after in zip(first, launched, strict=True):
+        assert [a for i, a in enumerate(before) if i not in fresh] == [a for i, a in enumerate(after) if i not in fresh]
+
+
+def test_again_is_for_tensors_that_need_no_copy(launched, monkeypatch):
+    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", 1, NUM_SMS))
+    call = LightningCall(T=100, B=2, dtype=torch.bfloat16, H=2, HV=2, K=128, V=128)
+    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
+    again = lightning.lightning_fwd_again(problem, x)
+    o, state = again((*x, None))
+    assert o.shape == x.v.shape and o.dtype == torch.bfloat16 and state.dtype == torch.float32
+    odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
+    assert again((*x._replace(q=odd), None)) is None
+    assert lightning.lightning_fwd_again(problem, x._replace(q=torch.cat([x.q, x.q], dim=1)[:, :100])) is None
 
 
 @pytest.mark.gpu

@@ -23,38 +23,62 @@ def corner(t, start):
     return cute.make_tensor(t.iterator + start, cute.make_layout(((2, 2), 1, 1)))
 
 
+def as_a(x):
+    """The 8 values of a [16, 16] block as an A operand."""
+    return cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1)))
+
+
+def at_address(address, dtype, n, align):
+    """n values in shared memory."""
+    return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align), cute.make_layout((n, 1)))
+
+
 @cute.jit
-def read_rows(ld: cute.TiledCopy, src: cute.Tensor, lane: I32, s: I32, dtype: cutlass.Constexpr = BF16):
-    """Channels 16 s .. 16 s + 15 of the warp's rows: 8 values [ci, ri, hi], channel 8 hi + 2 c + ci, row r + 8 ri."""
+def lane_address(tile: cute.Tensor, block_row: I32, lane: I32):
+    """Where (ld/st)matrix wants this lane to point for the [16, 16] block at rows 16 block_row.., columns 0.. of a 16-bit tile of
+    128-byte rows, swizzled.
+
+    The block of columns 16 s is at `lane_address ^ 32 s` for s < 4, and 64 columns on at 8192 more for a tile of 64 rows: an
+    address costs one instruction, or none. The same lanes serve a block and its transpose.
+    """
+    return I32(tile.iterator.toint()) + (16 * block_row + lane % 16) * 128 + ((lane // 16) ^ (lane % 8)) * 16
+
+
+@cute.jit
+def load_matrix(address: I32, dtype: cutlass.Constexpr, is_transposed: cutlass.Constexpr = False):
+    """A [16, 16] block: 8 values [ci, ri, hi], column 8 hi + 2 c + ci, row r + 8 ri; transposed, columns r + 8 hi and rows 2 c + ci
+    + 8 ri."""
     out = cute.make_rmem_tensor((8,), dtype)
-    as_a = cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
-    cute.copy(ld, src[None, None, s], ld.get_slice(lane).retile(as_a)[None, None, 0])
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), dtype)
+    cute.copy(atom, at_address(address, dtype, 8, 16), cute.make_tensor(out.iterator, cute.make_layout((8, 1))))
     return out
 
 
 @cute.jit
-def read_gates(by_channel: cute.Tensor, mma: cute.TiledMma, lane: I32, s: I32):
-    """Channels 16 s .. 16 s + 15 of [channel, token], tokens in pairs: 8 values [token, token / 8, channel / 8], channels r and
-    r + 8, tokens 2 c + .. and 8 more."""
-    r, c = lane // 4, lane % 4
-    g_type = by_channel.element_type
-    out = cute.make_rmem_tensor((8,), g_type)
-    if cutlass.const_expr(g_type.width == 16):
-        as_b = cute.make_tensor(out.iterator, cute.make_layout(((2, 2), 2, 1)))
-        ld = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), g_type), mma).get_slice(lane)
-        cute.copy(ld, ld.partition_S(by_channel)[None, s, 0], ld.retile(as_b)[None, 0, 0])
-    else:
-        for e in cutlass.range_constexpr(8):
-            out[e] = by_channel[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
-    return out
+def store_matrix(x: cute.Tensor, address: I32, is_transposed: cutlass.Constexpr = False):
+    """The other way."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_transposed, 4), x.element_type)
+    cute.copy(atom, cute.make_tensor(x.iterator, cute.make_layout((8, 1))), at_address(address, x.element_type, 8, 16))
 
 
 @cute.jit
-def read_factors(table: cute.Tensor, row: I32, s: I32, c: I32, out: cute.Tensor):
-    """A table's row at channels 16 s + 8 hi + 2 c + ci, for [ci, hi]."""
+def read_factors(address: I32, dtype: cutlass.Constexpr):
+    """A table's values at channels 8 hi + 2 c + ci, for [ci, hi]; the address is that of channel 2 c."""
+    out, size = cute.make_rmem_tensor((4,), dtype), dtype.width // 8
     for hi in cutlass.range_constexpr(2):
-        pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((1, 2)))
-        cute.autovec_copy(cute.local_tile(table, (1, 2), (row, 8 * s + 4 * hi + c)), pair)
+        pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((2, 1)))
+        cute.autovec_copy(at_address(address + 8 * hi * size, dtype, 2, 2 * size), pair)
+    return out
+
+
+@cute.jit
+def read_gates32(by_channel: cute.Tensor, lane: I32, s: I32):
+    """`load_matrix`, transposed, of float32 values [channel, token]."""
+    r, c = lane // 4, lane % 4
+    out = cute.make_rmem_tensor((8,), by_channel.element_type)
+    for e in cutlass.range_constexpr(8):
+        out[e] = by_channel[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
+    return out
 
 
 @cute.jit

@@ -23,7 +23,9 @@ from cula.ops.cute.common.tiles import (
     F16,
     F32,
     I32,
+    at_address,
     by_head,
+    of_tokens,
     tile_layout,
     tma_load,
     tma_store,
@@ -39,6 +41,7 @@ class Work(NamedTuple):
     T: Any  # [64 records, 64], transposed
     P: Any  # [64 records, 64]
     vec: Any  # [chunks, HV, VEC]
+    done: Any  # [maps]: how many of a map's two halves there are
     all_vecs: Any  # the same as [records, VEC]
     B: Any  # [maps, 128, 128]
     M: Any  # [2 maps, 128, 128]: hi, lo
@@ -86,6 +89,7 @@ def kda_host(
     segments: I32,
     per_segment: I32,
     has_maps: I32,
+    helpers: I32,
     stream,
     kind: cutlass.Constexpr,
     launch_state: cutlass.Constexpr,
@@ -95,15 +99,14 @@ def kda_host(
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps), dtype, stream)` is the architecture's.
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's.
     """
     dtype = kind.dtype
-    at_address = lambda t, a, align: cute.make_ptr(t, a, cute.AddressSpace.gmem, assumed_align=align)
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
     of_g = at_address(kind.g_type, g, kind.g_type.width // 8 if cutlass.const_expr(kind.is_scalar) else 16)
     gates = cute.make_tensor(of_g, cute.make_layout((T, HV), stride=(g_token, g_head)))
-    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, (g_token, g_head))
+    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, 128, (g_token, g_head))
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
     mBeta = cute.make_tensor(at_address(F32, beta, 4), by_token)
     mBeta16 = cute.make_tensor(at_address(BF16, beta, 2), by_token)
@@ -129,6 +132,8 @@ def kda_host(
     mVec = cute.make_tensor(part(F32, at), cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1)))
     all_vecs = cute.make_tensor(part(F32, at), cute.make_layout((records, VEC), stride=(VEC, 1)))
     at += records64 * (VEC * 4)
+    mDone = cute.make_tensor(part(I32, at), cute.make_layout(maps))
+    at += (maps64 * 4 + 127) // 128 * 128
     mB = cute.make_tensor(part(F32, at), cute.make_layout((maps, 128, 128), stride=(STATE, 128, 1)))
     at += maps64 * (STATE * 4)
     mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
@@ -157,6 +162,7 @@ def kda_host(
         mT,
         mP,
         mVec,
+        mDone,
         mCu,
         scale,
         lower,
@@ -172,29 +178,21 @@ def kda_host(
         lg,
         kind,
     ).launch(
-        grid=(HV, chunks, 1),
-        block=(128, 1, 1),
+        grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
+        block=(256, 1, 1),
         stream=stream,
         min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
     )
 
     launch_state(
-        Work(tiles, mT, mP, mVec, all_vecs, mB, mM, all_m),
+        Work(tiles, mT, mP, mVec, mDone, all_vecs, mB, mM, all_m),
         (mV, mO),
         (mH0, mHt),
         mCu,
-        (has_h0, has_ht, per_segment, length, steps, segments, has_maps),
+        (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers),
         dtype,
         stream,
-    )
-
-
-def of_tokens(address: Any, T: Any, heads: Any, strides: Any) -> Any:
-    """[T, heads, 128]; strides are multiples of 16 bytes, as TMA wants them."""
-    unit = 128 // address.dtype.width
-    return cute.make_tensor(
-        address, cute.make_layout((T, heads, 128), stride=(*(cute.assume(s, divby=unit) for s in strides), 1))
     )
 
 
@@ -207,7 +205,7 @@ def arguments(kind: Kind) -> tuple[Any, ...]:
         F32(1.0),
         F32(-5.0),
         F32(1.0),
-        *(I32(1) for _ in range(9)),
+        *(I32(1) for _ in range(10)),
         make_fake_stream(),
         kind,
     )

@@ -36,6 +36,61 @@ def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
 
 
 @cute.jit
+def look_back(mVec: cute.Tensor, hv: I32, chunk0: I32, L: I32, segments: I32, i: I32):
+    """(how many chunks segment i should walk before its own, whether any segment of its sequence starts cold), by a warp: lanes look
+    at boundaries side by side."""
+    lane, warm, any_cold = cute.arch.lane_idx(), I32(0), I32(0)
+    for s in cutlass.range(1, segments, 32, unroll=1):
+        at = cutlass.min(s + lane, segments - 1) * L
+        found = warm_chunks(mVec, hv, chunk0 + at, at)
+        any_cold = I32(1) if cute.arch.vote_any_sync(found == 0) else any_cold
+        ours = cute.arch.shuffle_sync(found, (i - s) % 32)
+        warm = ours if i >= s and i < s + 32 else warm
+    return warm, any_cold
+
+
+@cute.jit
+def job_of(
+    mVec: cute.Tensor,
+    mCu: cute.Tensor,
+    hv: I32,
+    number: I32,
+    helpers: I32,
+    has_h0: I32,
+    L: I32,
+    length: I32,
+    steps: I32,
+):
+    """What a block has to do, of one launch that makes maps and walks: the first `helpers` numbers make maps only, the others are
+    those of segments.
+
+    If any segment of a sequence starts cold, segment i < last makes its own B. The M's are made by the helpers, as many as there
+    are (of a single sequence), and by the segments after theirs: a block makes at most one of each, and waits only for
+    blocks before it, or itself.
+
+    Returns (its sequence, first token and tokens of that, number of its first chunk, number of its first segment, which of the
+    segments this is, how many there are, whether it walks, the chunk to walk from, the one after the last, whether it starts cold,
+    the segment whose B and the one whose M it makes, or -1).
+    """
+    is_helper = number < helpers
+    own = cutlass.max(number - helpers, 0)
+    seq, first_segment, begin, tokens = place(own, 64 * L, mCu, length, steps)
+    chunk0 = first_chunk(seq, begin, length)
+    chunks = (tokens + 63) // 64
+    i, segments = own - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
+    warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
+    is_walker = not is_helper and i < segments
+    cold = I32(1) if is_walker and i > 0 and warm == 0 else I32(0)
+    b_segment = i if any_cold == 1 and is_walker and i < segments - 1 else I32(-1)
+    m_segment = number if is_helper else i - 1
+    is_ours = is_helper or (is_walker and m_segment >= helpers)
+    is_needed = m_segment < segments - 1 and (m_segment > 0 or has_h0 == 1)  # no M of the first without an initial state
+    m_segment = m_segment if any_cold == 1 and is_ours and is_needed else I32(-1)
+    to_chunk = cutlass.min(i * L + L, chunks)
+    return seq, begin, tokens, chunk0, first_segment, i, segments, is_walker, i * L - warm, to_chunk, cold, b_segment, m_segment
+
+
+@cute.jit
 def segment_of(
     mVec: cute.Tensor,
     mCu: cute.Tensor,

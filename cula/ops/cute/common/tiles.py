@@ -12,32 +12,26 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 
 BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 TF32 = cutlass.TFloat32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
-# Arguments that stand for tensors when a variant is compiled
+# Tensors from numbers: to hand over a tensor itself costs the caller microseconds
 
 
-def fake_strided(dtype: Any, shape: tuple[Any, ...], inner: int, align: int = 16) -> Any:
-    """A tensor argument whose last `inner` dimensions are contiguous, and whose other strides come with the call.
-
-    Strides are promised to be multiples of 16 bytes, as TMA wants them.
-    """
-    stride: list[Any] = [1]
-    for size in reversed(shape[len(shape) - inner + 1 :]):
-        stride.insert(0, stride[0] * size)
-    divisibility = max(1, align * 8 // dtype.width)
-    outer = [cute.sym_int64(divisibility=divisibility) for _ in range(len(shape) - inner)]
-    return make_fake_tensor(dtype, shape, (*outer, *stride), assumed_align=align)
+def at_address(dtype: Any, address: Any, align: int) -> Any:
+    """A pointer to global memory."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
-def fake_vector(dtype: Any) -> Any:
-    """A contiguous one-dimensional argument of any length."""
-    return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
+def of_tokens(pointer: Any, T: Any, heads: Any, width: int, strides: Any) -> Any:
+    """[T, heads, width]; strides are multiples of 16 bytes, as TMA wants them."""
+    unit = 128 // pointer.dtype.width
+    return cute.make_tensor(
+        pointer, cute.make_layout((T, heads, width), stride=(*(cute.assume(s, divby=unit) for s in strides), 1))
+    )
 
 
 # Shared memory

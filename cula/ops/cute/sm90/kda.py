@@ -29,7 +29,7 @@ def launch_state(
     """Of the maps of segments, if there are any, then of the walk."""
     mV, mO = tokens
     mH0, mHt = states
-    has_h0, has_ht, per_segment, length, steps, segments, has_maps = sizes
+    has_h0, has_ht, per_segment, length, steps, segments, _, helpers = sizes
     lw, lv, lm = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES), tile_layout(128, 128, dtype=dtype)
     lsq, lo = tile_layout(64, 64, STAGES, dtype), tile_layout(64, 64, 2)
     tma_tiles, gTiles = tma_load(work.tiles, lw, (64, 128))
@@ -39,50 +39,49 @@ def launch_state(
     tma_o, gO = tma_store(by_head(mO), lo, (64, 64))
     tma_m, gM = tma_load(work.all_m, lm, (128, 128))
     mmas = (wgmma(64, K_MAJOR, True, dtype), wgmma(64, MN_MAJOR, True, dtype), wgmma(128, MN_MAJOR, True, dtype))
-    for is_map in (True, False):
-        if has_maps == 1 or cutlass.const_expr(not is_map):
-            state_kernel(
-                tma_tiles,
-                gTiles,
-                tma_t,
-                gT,
-                tma_p,
-                gP,
-                tma_vec,
-                gVec,
-                tma_v,
-                gV,
-                tma_o,
-                gO,
-                tma_m,
-                gM,
-                by_head(mO),
-                work.vec,
-                mH0,
-                mHt,
-                work.B,
-                work.M,
-                mCu,
-                has_h0,
-                has_ht,
-                per_segment,
-                length,
-                steps,
-                *mmas,
-                lw,
-                lv,
-                lsq,
-                lo,
-                lm,
-                dtype,
-                is_map,
-            ).launch(
-                grid=(work.vec.shape[1], segments, 2 if is_map else 1),
-                block=(384, 1, 1),
-                stream=stream,
-                min_blocks_per_mp=1,
-                use_pdl=True,
-            )
+    state_kernel(
+        tma_tiles,
+        gTiles,
+        tma_t,
+        gT,
+        tma_p,
+        gP,
+        tma_vec,
+        gVec,
+        tma_v,
+        gV,
+        tma_o,
+        gO,
+        tma_m,
+        gM,
+        by_head(mO),
+        work.vec,
+        mH0,
+        mHt,
+        work.B,
+        work.M,
+        work.done,
+        mCu,
+        has_h0,
+        has_ht,
+        per_segment,
+        length,
+        steps,
+        helpers,
+        *mmas,
+        lw,
+        lv,
+        lsq,
+        lo,
+        lm,
+        dtype,
+    ).launch(
+        grid=(work.vec.shape[1], helpers + segments, 1),
+        block=(384, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=True,
+    )
 
 
 def variants() -> Iterator[Variant]:

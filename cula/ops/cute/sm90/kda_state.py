@@ -25,15 +25,17 @@ Segments, warm and cold, are those of `common/kda_segments.py`; in map mode this
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.kda_prepare import BETA, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
-from cula.ops.cute.common.kda_segments import segment_of
+from cula.ops.cute.common.kda_segments import job_of
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -187,6 +189,165 @@ def chain(
                     load_map(tma_m, parts, bars + odd, odd, halves, record + (i + odd + 2) * step)
 
 
+# The walk
+
+
+class Walk(NamedTuple):
+    """What a consumer works with, whatever it walks over."""
+
+    part: Any  # which 64 rows dv
+    thread: Any  # in its warpgroup
+    mmas: Any  # (x, t, s): products that give [dv, 64] of K-major and of MN-major tiles, and [dv, 128]
+    accS: Any  # the state, [64, 128]
+    factor: Any  # of its rows
+    operands: Any  # kb, qg, P, T, kr as B operands, by stages
+    sVec: Any
+    load_v: Any
+    v_s: Any
+    store_o: Any
+    sO: Any  # [64 tokens, 64 dv]
+    full: Any  # barriers, one a stage
+    empty: Any
+
+
+@cute.jit
+def feed(
+    copies: cutlass.Constexpr,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: I32,
+    first_record: I32,
+    HV: I32,
+    from_chunk: I32,
+    to_chunk: I32,
+    is_map: cutlass.Constexpr,
+):
+    """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Chunks before them were `count`; returns
+    how many there are now."""
+    (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
+    size = (3 * TILE_BYTES + SQUARE_BYTES if cutlass.const_expr(is_map) else 4 * TILE_BYTES + 2 * SQUARE_BYTES) + 4 * VEC
+    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
+        record, n = first_record + chunk * HV, count + chunk - from_chunk
+        stage = n % STAGES
+        bar = full + stage
+        cute.arch.mbarrier_wait(empty + stage, (n // STAGES + 1) % 2)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+        cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
+        cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
+        cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
+        cute.copy(tma_t, t_g[None, record], t_s[None, stage], tma_bar_ptr=bar)
+        cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, stage], tma_bar_ptr=bar)
+        if cutlass.const_expr(not is_map):
+            cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, stage], tma_bar_ptr=bar)
+            cute.copy(tma_p, p_g[None, record], p_s[None, stage], tma_bar_ptr=bar)
+    return count + to_chunk - from_chunk
+
+
+@cute.jit
+def walk(
+    w: cutlass.Constexpr,
+    count: I32,
+    from_chunk: I32,
+    to_chunk: I32,
+    tokens: I32,
+    sees_v: I32,
+    output: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
+
+    `output` is (the first chunk with output, TMA atom, o as its tiles in shared and global memory, o by rows), or None for a map,
+    of which the half M does not see v. Returns how many chunks have passed, `count` before these.
+    """
+    is_map, is_f16 = cutlass.const_expr(output is None), cutlass.const_expr(dtype is F16)
+    mma_x, mma_t, mma_s = w.mmas
+    accS, factor = w.accS, w.factor
+    bKb, bQg, bP, bT, bKr = w.operands
+    thr_x, thr_t, thr_s = [mma.get_slice(w.thread) for mma in w.mmas]
+    accX, accO = [thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64))) for _ in range(2)]
+    accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
+    at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
+    at_x = rows_and_columns(thr_x.partition_C(cute.make_identity_tensor((64, 64))))
+    S, X = rows_and_columns(accS), rows_and_columns(accX)
+    is_storing = w.thread // 32 == 0  # the warp that issues TMA stores
+    mine = pipeline.NamedBarrier(barrier_id=1 + w.part, num_threads=128)
+    o_s = w.store_o.partition_D(swapped(w.sO))
+    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
+        left, n = tokens - chunk * 64, count + chunk - from_chunk
+        stage = n % STAGES
+        cute.arch.mbarrier_wait(w.full + stage, n // STAGES % 2)
+        rV = cute.make_rmem_tensor_like(accX, BF16)
+        cute.copy(w.load_v, w.v_s[None, None, None, stage], w.load_v.retile(rV))
+        V = rows_and_columns(rV)
+        if is_f16:
+            top = cute.make_rmem_tensor((2,), F32)
+            top.fill(0.0)
+            largest(V, top)
+            for a in cutlass.range_constexpr(2):
+                top[a] = top[a] * factor[a]
+                if cutlass.const_expr(is_map):
+                    top[a] = top[a] if sees_v == 1 else F32(0.0)
+            keep_in_range(S, top, factor)
+        aS = seen_as_a(rounded(accS, dtype))
+        issue(mma_x, accX, aS, bKb[None, None, None, stage], False)
+        if cutlass.const_expr(not is_map):
+            issue(mma_x, accO, aS, bQg[None, None, None, stage], False)
+        for j in cutlass.range_constexpr(cute.size(S, mode=[1])):  # meanwhile the state decays
+            decay = w.sVec[0, at_s[0, j][1], stage]
+            for a in cutlass.range_constexpr(2):
+                S[a, j] = S[a, j] * decay
+        warpgroup.wait_group(0 if cutlass.const_expr(is_map) else 1)  # R
+        for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
+            beta = w.sVec[0, BETA + at_x[0, j][1], stage]
+            if cutlass.const_expr(is_map):
+                beta = beta if sees_v == 1 else F32(0.0)
+            for a in cutlass.range_constexpr(2):
+                x = V[a, j].to(F32)
+                if is_f16:
+                    x = x * factor[a]
+                X[a, j] = beta * x - X[a, j]
+        if left < 64:  # v past the end is someone else's
+            for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
+                for a in cutlass.range_constexpr(2):
+                    X[a, j] = X[a, j] if at_x[a, j][1] < left else F32(0.0)
+        issue(mma_t, accU, seen_as_a(rounded(accX, dtype)), bT[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        aU = seen_as_a(rounded(accU, dtype))
+        if cutlass.const_expr(not is_map):
+            issue(mma_x, accO, aU, bP[None, None, None, stage], True)
+        issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
+        if cutlass.const_expr(not is_map):
+            out_from, tma_o, o_tiles_s, o_tiles_g, o_rows = output
+            warpgroup.wait_group(1)  # o; S is on its way
+            if chunk >= out_from:
+                if is_f16:
+                    unscale_rows(rows_and_columns(accO), factor)
+                rO = rounded(accO)
+                if is_storing:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                mine.arrive_and_wait()
+                cute.copy(w.store_o, w.store_o.retile(rO), o_s)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                mine.arrive_and_wait()
+                if left >= 64:
+                    if is_storing:
+                        cute.copy(tma_o, o_tiles_s, o_tiles_g[None, chunk])
+                        cute.arch.cp_async_bulk_commit_group()
+                else:  # TMA would write on into the next sequence
+                    for p in cutlass.range_constexpr(4):
+                        row = p * 16 + w.thread // 8
+                        if row < left:
+                            cute.autovec_copy(
+                                cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
+                                cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
+                            )
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(w.empty + stage)
+    return count + to_chunk - from_chunk
+
+
 # The kernel
 
 
@@ -212,12 +373,14 @@ def state_kernel(
     mHt: cute.Tensor,
     mB: cute.Tensor,
     mM: cute.Tensor,
+    mDone: cute.Tensor,
     mCu: cute.Tensor,
     has_h0: I32,
     has_ht: I32,
     L: I32,
     length: I32,
     steps: I32,
+    helpers: I32,
     mma_x: cute.TiledMma,
     mma_t: cute.TiledMma,
     mma_s: cute.TiledMma,
@@ -227,102 +390,42 @@ def state_kernel(
     lo: cute.ComposedLayout,
     lm: cute.ComposedLayout,
     dtype: cutlass.Constexpr,
-    is_map: cutlass.Constexpr,
 ):
-    """A block for each (value head, number of a segment); in map mode two, for B and M."""
-    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
-    cute.arch.griddepcontrol_launch_dependents()
-    hv, number, which = cute.arch.block_idx()
-    is_busy, seq, begin, tokens, chunk0, first_segment, i, segments, from_chunk, out_from, to_chunk, cold = segment_of(
-        mVec, mCu, hv, number, which, has_h0, L, length, steps, is_map
-    )
-    if is_busy:
-        walk(
-            (tma_tiles, gTiles, tma_t, gT, tma_p, gP, tma_vec, gVec, tma_v, gV, tma_o, gO, tma_m, gM),
-            (mO, mH0, mHt, mB, mM),
-            (mma_x, mma_t, mma_s),
-            (lt, lv, lsq, lo, lm),
-            dtype,
-            is_map,
-            mVec.shape[1],
-            hv,
-            seq,
-            begin,
-            tokens,
-            chunk0,
-            first_segment,
-            i,
-            from_chunk,
-            out_from,
-            to_chunk,
-            cold,
-            which,
-            has_h0,
-            I32(1) if i == segments - 1 and has_ht == 1 else I32(0),
-        )
-
-
-@cute.jit
-def walk(
-    tma: cutlass.Constexpr,
-    memory: cutlass.Constexpr,
-    mmas: cutlass.Constexpr,
-    layouts: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    is_map: cutlass.Constexpr,
-    HV: I32,
-    hv: I32,
-    seq: I32,
-    begin: I32,
-    tokens: I32,
-    chunk0: I32,
-    first_segment: I32,
-    i: I32,
-    from_chunk: I32,
-    out_from: I32,
-    to_chunk: I32,
-    cold: I32,
-    which: I32,
-    has_h0: I32,
-    has_ht: I32,
-):
-    """Chunks [from_chunk, to_chunk) of a sequence, with output from `out_from` on."""
-    tma_tiles, gTiles, tma_t, gT, tma_p, gP, tma_vec, gVec, tma_v, gV, tma_o, gO, tma_m, gM = tma
-    mO, mH0, mHt, mB, mM = memory
-    mma_x, mma_t, mma_s = mmas
-    lt, lv, lsq, lo, lm = layouts
+    """A block for each (value head, number): `helpers`, then one for the number of each segment."""
     tid, _, _ = cute.arch.thread_idx()
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
-
     smem = SmemAllocator()
     sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
     sV = allocate_tile(smem, lv)
     sT, sP = allocate_tile(smem, lsq, dtype), allocate_tile(smem, lsq, dtype)
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
-    bars = smem.allocate_array(cutlass.Int64, 2 * STAGES)
-    map_bars = smem.allocate_array(cutlass.Int64, 2)
+    full, empty, map_bars = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(3)]
     if warp_id == 0:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_init(map_bars, 1)
-            cute.arch.mbarrier_init(map_bars + 1, 1)
-    ring = pipeline.PipelineTmaAsync.create(
-        num_stages=STAGES,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 8),  # warps
-        tx_count=(3 * TILE_BYTES + SQUARE_BYTES if cutlass.const_expr(is_map) else 4 * TILE_BYTES + 2 * SQUARE_BYTES) + 4 * VEC,
-        barrier_storage=bars,
-    )  # ends in a fence and a barrier of the block, which show map_bars too
-    producer, consumer = ring.make_participants()
+            for i in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, 8)  # warps
+                cute.arch.mbarrier_init(map_bars + i, 1)
+        for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
+            cpasync.prefetch_descriptor(atom)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
+
+    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
+    cute.arch.griddepcontrol_launch_dependents()
+    hv, number, _ = cute.arch.block_idx()
+    HV = mVec.shape[1]
+    job = job_of(mVec, mCu, hv, number, helpers, has_h0, L, length, steps)
+    seq, begin, tokens, chunk0, first_segment, i, segments, is_walker, from_chunk, to_chunk, cold, b_segment, m_segment = job
+    first_record = chunk0 * HV + hv
 
     if warpgroup_id == 0:
         # -- the producer
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp_id == 0:
-            if cold == 1:
-                chained.arrive_and_wait()
             tiles = cute.local_tile(gTiles, (64, 128), (None, 0))
             kb_s, tiles_g = tma_split(tma_tiles, sKb, tiles)
             qg_s, _ = tma_split(tma_tiles, sQg, tiles)
@@ -332,33 +435,33 @@ def walk(
             e_s, e_g = tma_split(tma_vec, sVec, cute.local_tile(gVec, (1, VEC), (None, 0)))
             of_v = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 128), (None, 0))
             v_s, v_g = tma_split(tma_v, sV, of_v)
-            for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-                record = (chunk0 + chunk) * HV + hv
-                h = producer.acquire_and_advance()
-                cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, h.index], tma_bar_ptr=h.barrier)
-                cute.copy(tma_v, v_g[None, chunk], v_s[None, h.index], tma_bar_ptr=h.barrier)
-                cute.copy(tma_vec, e_g[None, record], e_s[None, h.index], tma_bar_ptr=h.barrier)
-                cute.copy(tma_t, t_g[None, record], t_s[None, h.index], tma_bar_ptr=h.barrier)
-                cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, h.index], tma_bar_ptr=h.barrier)
-                if cutlass.const_expr(not is_map):
-                    cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, h.index], tma_bar_ptr=h.barrier)
-                    cute.copy(tma_p, p_g[None, record], p_s[None, h.index], tma_bar_ptr=h.barrier)
-            producer.tail()
+            copies = (
+                (tma_tiles, tiles_g, kb_s, qg_s, kr_s),
+                (tma_v, v_g, v_s),
+                (tma_vec, e_g, e_s),
+                (tma_t, t_g, t_s),
+                (tma_p, p_g, p_s),
+            )
+            count = I32(0)
+            for which in cutlass.range(2, unroll=1):
+                of_map = b_segment if which == 0 else m_segment
+                if of_map >= 0:
+                    count = feed(copies, full, empty, count, first_record, HV, of_map * L, of_map * L + L, True)
+            if is_walker:
+                if cold == 1:
+                    chained.arrive_and_wait()
+                count = feed(copies, full, empty, count, first_record, HV, from_chunk, to_chunk, False)
     else:
         # -- a consumer: 64 rows dv
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         part = warpgroup_id - 1
         thread = tid % 128
-        is_storing = thread // 32 == 0  # the warp that issues TMA stores
-        mine = pipeline.NamedBarrier(barrier_id=1 + part, num_threads=128)
         both = pipeline.NamedBarrier(barrier_id=3, num_threads=256)
         is_f16 = cutlass.const_expr(dtype is F16)
-
         thr_x, thr_t, thr_s = mma_x.get_slice(thread), mma_t.get_slice(thread), mma_s.get_slice(thread)
-        accS = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128)))
-        accX = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
-        accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
-        accO = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
+        accS, factor = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128))), cute.make_rmem_tensor((2,), F32)
+        S = rows_and_columns(accS)
+        at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
         bKb, bQg = [thr_x.make_fragment_B(thr_x.partition_B(s)) for s in (sKb, sQg)]  # [N = token, K = dk]
         bP = thr_x.make_fragment_B(thr_x.partition_B(sP))  # [N = t, K = i]
         bT = thr_t.make_fragment_B(thr_t.partition_B(swapped(sT)))  # [N = t, K = i], stored [i, t]
@@ -367,27 +470,61 @@ def walk(
         load_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_x).get_slice(thread)
         store_o = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16), mma_x).get_slice(thread)
         v_s = load_v.partition_S(swapped(cute.local_tile(sV, (64, 64, STAGES), (0, part, 0))))
-        sO_part = sO[None, None, part]
-        o_s = store_o.partition_D(swapped(sO_part))
-        at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
-        at_x = rows_and_columns(thr_x.partition_C(cute.make_identity_tensor((64, 64))))
         ours = lambda m: thr_s.partition_C(cute.local_tile(m, (64, 128), (part, 0)))  # of a [V, K] matrix
-        S, X = rows_and_columns(accS), rows_and_columns(accX)
+        w = Walk(
+            part,
+            thread,
+            (mma_x, mma_t, mma_s),
+            accS,
+            factor,
+            (bKb, bQg, bP, bT, bKr),
+            sVec,
+            load_v,
+            v_s,
+            store_o,
+            sO[None, None, part],
+            full,
+            empty,
+        )
+        count = I32(0)
 
-        # -- the state to begin with
-        factor = cute.make_rmem_tensor((2,), F32)
-        factor.fill(1.0)
-        accS.fill(0.0)
-        if cutlass.const_expr(is_map):
-            if which == 1:
+        # -- maps: B of our own segment, M of another
+        for which in cutlass.range(2, unroll=1):
+            of_map = b_segment if which == 0 else m_segment
+            if of_map >= 0:
+                factor.fill(1.0)
                 for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
                     for a in cutlass.range_constexpr(2):
-                        S[a, j] = F32(1.0) if at_s[a, j][0] + 64 * part == at_s[a, j][1] else F32(0.0)
-        else:
+                        is_one = which == 1 and at_s[a, j][0] + 64 * part == at_s[a, j][1]
+                        S[a, j] = F32(1.0) if is_one else F32(0.0)
+                count = walk(w, count, of_map * L, of_map * L + L, tokens, I32(1) - which, None, dtype)
+                if is_f16:
+                    unscale_rows(S, factor)
+                record = (first_segment + of_map) * HV + hv
+                if which == 0:
+                    cute.autovec_copy(accS, ours(mB[record, None, None]))
+                else:
+                    hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
+                    low.store((accS.load() - hi.load().to(F32)).to(dtype))
+                    cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
+                    cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
+                cute.arch.fence_acq_rel_gpu()
+                both.arrive_and_wait()
+                if warp_id == 4:
+                    with cute.arch.elect_one():
+                        cute.arch.red(mDone.iterator + record, I32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+        if is_walker:
+            # -- the state to begin with
+            factor.fill(1.0)
+            accS.fill(0.0)
             if has_h0 == 1 and (from_chunk == 0 or cold == 1):
                 cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             if cold == 1:
                 record = first_segment * HV + hv
+                wait_for_maps(mDone, record, HV, i, has_h0)
+                both.arrive_and_wait()  # the tiles are free, too
+                cute.arch.fence_proxy("async.global")
                 if has_h0 == 0:  # from zero the first map gives its B
                     cute.autovec_copy(ours(mB[record, None, None]), accS)
                     record += HV
@@ -410,95 +547,28 @@ def walk(
                 )
                 chained.arrive_and_wait()
 
-        of_o = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
-        o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_o)
-        o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
-
-        # -- the chunks
-        for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-            left = tokens - chunk * 64
-            h = consumer.wait_and_advance()
-            rV = cute.make_rmem_tensor_like(accX, BF16)
-            cute.copy(load_v, v_s[None, None, None, h.index], load_v.retile(rV))
-            V = rows_and_columns(rV)
+            # -- the chunks, and what is left
+            of_o = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
+            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_o)
+            o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
+            output = (i * L, tma_o, o_tiles_s[None, part], o_tiles_g, o_rows)
+            count = walk(w, count, from_chunk, to_chunk, tokens, I32(1), output, dtype)
             if is_f16:
-                top = cute.make_rmem_tensor((2,), F32)
-                top.fill(0.0)
-                largest(V, top)
-                for a in cutlass.range_constexpr(2):
-                    top[a] = top[a] * factor[a]
-                    if cutlass.const_expr(is_map):
-                        top[a] = top[a] if which == 0 else F32(0.0)  # M does not see v
-                keep_in_range(S, top, factor)
-            aS = seen_as_a(rounded(accS, dtype))
-            issue(mma_x, accX, aS, bKb[None, None, None, h.index], False)
-            if cutlass.const_expr(not is_map):
-                issue(mma_x, accO, aS, bQg[None, None, None, h.index], False)
-            for j in cutlass.range_constexpr(cute.size(S, mode=[1])):  # meanwhile the state decays
-                decay = sVec[0, at_s[0, j][1], h.index]
-                for a in cutlass.range_constexpr(2):
-                    S[a, j] = S[a, j] * decay
-            warpgroup.wait_group(0 if cutlass.const_expr(is_map) else 1)  # R
-            for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
-                beta = sVec[0, BETA + at_x[0, j][1], h.index]
-                if cutlass.const_expr(is_map):
-                    beta = beta if which == 0 else F32(0.0)
-                for a in cutlass.range_constexpr(2):
-                    x = V[a, j].to(F32)
-                    if is_f16:
-                        x = x * factor[a]
-                    X[a, j] = beta * x - X[a, j]
-            if left < 64:  # v past the end is someone else's
-                for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
-                    for a in cutlass.range_constexpr(2):
-                        X[a, j] = X[a, j] if at_x[a, j][1] < left else F32(0.0)
-            issue(mma_t, accU, seen_as_a(rounded(accX, dtype)), bT[None, None, None, h.index], False)
-            warpgroup.wait_group(0)
-            aU = seen_as_a(rounded(accU, dtype))
-            if cutlass.const_expr(not is_map):
-                issue(mma_x, accO, aU, bP[None, None, None, h.index], True)
-            issue(mma_s, accS, aU, bKr[None, None, None, h.index], True)
-            if cutlass.const_expr(not is_map):
-                warpgroup.wait_group(1)  # o; S is on its way
-                if chunk >= out_from:
-                    if is_f16:
-                        unscale_rows(rows_and_columns(accO), factor)
-                    rO = rounded(accO)
-                    if is_storing:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    mine.arrive_and_wait()
-                    cute.copy(store_o, store_o.retile(rO), o_s)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    mine.arrive_and_wait()
-                    if left >= 64:
-                        if is_storing:
-                            cute.copy(tma_o, o_tiles_s[None, part], o_tiles_g[None, chunk])
-                            cute.arch.cp_async_bulk_commit_group()
-                    else:  # TMA would write on into the next sequence
-                        for p in cutlass.range_constexpr(4):
-                            row = p * 16 + thread // 8
-                            if row < left:
-                                cute.autovec_copy(
-                                    cute.local_tile(sO_part, (1, 8), (row, thread % 8)),
-                                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, thread % 8)),
-                                )
-            warpgroup.wait_group(0)
-            h.release()
-
-        # -- what is left
-        if is_f16:
-            unscale_rows(S, factor)
-        if cutlass.const_expr(is_map):
-            record = (first_segment + i) * HV + hv
-            if which == 0:
-                cute.autovec_copy(accS, ours(mB[record, None, None]))
-            else:
-                hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
-                low.store((accS.load() - hi.load().to(F32)).to(dtype))
-                cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
-                cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
-        else:
-            if has_ht == 1:
+                unscale_rows(S, factor)
+            if i == segments - 1 and has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
-            if is_storing:
+            if thread // 32 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def wait_for_maps(mDone: cute.Tensor, record: I32, step: I32, n: I32, has_h0: I32):
+    """Of the segments before ours, each B and M; without an initial state nobody makes the first M. A lane looks after a segment."""
+    lane = cute.arch.lane_idx()
+    for s in cutlass.range(0, n, 32, unroll=1):
+        j = cutlass.min(s + lane, n - 1)
+        wanted = I32(2) if j > 0 or has_h0 == 1 else I32(1)
+        done = I32(0)
+        while done < wanted:
+            done = cute.arch.load(mDone.iterator + record + j * step, I32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()

@@ -49,6 +49,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -60,10 +61,10 @@ from cula.ops.cute.common.tiles import (
     K_MAJOR,
     MN_MAJOR,
     allocate_tile,
+    at_address,
     by_head,
-    fake_strided,
-    fake_vector,
     issue,
+    of_tokens,
     rounded,
     rows_and_columns,
     seen_as_a,
@@ -82,6 +83,7 @@ LOG2_E = 1.4426950408889634
 REACH = 150.0  # 2^-150 is zero in fp32
 MAX_DECAY = 1e4  # exp(-1e4) is zero too; keeps inf * 0 out of the exponents
 REGISTERS = 65536  # of a multiprocessor
+MAX_SLOTS = 1 << 30  # of a pool, as far as a layout must say
 MAX_REACH = 1 << 30  # tokens; what never fades reaches this far
 
 
@@ -124,17 +126,30 @@ class LightningSm90:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [T, H, K]; batches follow one another along T
-        mK: cute.Tensor,
-        mV: cute.Tensor,  # [T, HV, V]
-        mO: cute.Tensor,
-        mDecay: cute.Tensor,  # [HV]
-        mH0: cute.Tensor,  # [slots, HV, V, K]
-        mHt: cute.Tensor,
-        mSeeds: cute.Tensor,  # [ids, HV, V, K] fp32
-        mCu: cute.Tensor,  # [N + 1]; read where `length` is 0
-        mIn: cute.Tensor,  # [N]: slot of the first state, negative for zeros; read where `is_indexed`
-        mOut: cute.Tensor,  # [N]: slot of the last state, negative to drop it
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        o: Int64,
+        decay: Int64,
+        h0: Int64,
+        ht: Int64,
+        seeds: Int64,
+        cu: Int64,
+        read_from: Int64,
+        write_to: Int64,
+        q_token: Int64,
+        q_head: Int64,
+        k_token: Int64,
+        k_head: Int64,
+        v_token: Int64,
+        v_head: Int64,
+        o_token: Int64,
+        o_head: Int64,
+        h0_slot: Int64,
+        ht_slot: Int64,
+        T: I32,
+        H: I32,
+        HV: I32,
         scale: F32,
         num_seqs: I32,
         length: I32,  # tokens of every sequence; 0: packed
@@ -148,7 +163,23 @@ class LightningSm90:
         num_blocks: I32,
         stream,
     ):
+        """Addresses of q, k [T, H, K] (batches follow one another along T), v, o [T, HV, V], decay [HV], first and last states
+        [slots, HV, V, K], seeds [ids, HV, V, K] fp32, offsets [N + 1], which are read where `length` is 0, and, where
+        `is_indexed`, the slots [N] of first states, negative for zeros, and of last ones, negative to drop them. Then strides.
+        """
         cfg = self.cfg
+        mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, cfg.K, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+        mV, mO = [
+            of_tokens(at_address(BF16, a, 16), T, HV, cfg.V, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))
+        ]
+        mDecay, mCu, mIn, mOut = [
+            cute.make_tensor(at_address(dtype, a, 4), cute.make_layout((n,), stride=(1,)))
+            for dtype, a, n in ((F32, decay, HV), (I32, cu, num_seqs + 1), (I32, read_from, num_seqs), (I32, write_to, num_seqs))
+        ]
+        mH0, mHt, mSeeds = [
+            self.of_states(dtype, a, HV, slot)
+            for dtype, a, slot in ((cfg.state, h0, h0_slot), (cfg.state, ht, ht_slot), (F32, seeds, Int64(HV) * (cfg.V * cfg.K)))
+        ]
         l_qk, l_v = tile_layout(C, cfg.K, self.stages), tile_layout(C, self.channels, self.stages)
         l_p, l_o = tile_layout(C, C, 2 * cfg.warpgroups), tile_layout(C, LANES, 2 * cfg.warpgroups)
         tma_q, gQ = tma_load(by_head(mQ), l_qk, (C, cfg.K))
@@ -163,6 +194,12 @@ class LightningSm90:
         ).launch(
             grid=(num_blocks, 1, 1), block=(self.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks
         )  # fmt: skip
+
+    def of_states(self, dtype: Any, address: Int64, HV: I32, slot: Int64) -> Any:
+        """[slots, HV, V, K], any number of slots. Read and written in pairs: a slot's stride is even."""
+        V, K = self.cfg.V, self.cfg.K
+        layout = cute.make_layout((MAX_SLOTS, HV, V, K), stride=(cute.assume(slot, divby=2), V * K, K, 1))
+        return cute.make_tensor(at_address(dtype, address, dtype.width // 4), layout)
 
     @cute.kernel
     def kernel(
@@ -600,20 +637,8 @@ CONFIGS = {
 STATE_DTYPES = {"fp32": F32, "bf16": BF16}
 
 
-def _arguments(cfg: Config) -> tuple[Any, ...]:
-    n = cute.sym_int
-    T, H, HV = n(), n(), n()
-
-    def tokens(heads: Any, width: int) -> Any:
-        return fake_strided(BF16, (T, heads, width), inner=1)
-
-    def states(dtype: Any) -> Any:
-        return fake_strided(dtype, (n(), n(), cfg.V, cfg.K), inner=3, align=dtype.width // 4)  # read and written in pairs
-
-    inputs = (tokens(H, cfg.K), tokens(H, cfg.K), tokens(HV, cfg.V), tokens(HV, cfg.V), fake_vector(F32))
-    places = (fake_vector(I32), fake_vector(I32), fake_vector(I32))
-    scalars = (F32(1.0), *(I32(1) for _ in range(10)))
-    return (*inputs, states(cfg.state), states(cfg.state), states(F32), *places, *scalars, make_fake_stream())
+ARGUMENTS = (*(Int64(0) for _ in range(11)), *(Int64(8) for _ in range(10)), *(I32(1) for _ in range(3)), F32(1.0))
+ARGUMENTS += (*(I32(1) for _ in range(10)), make_fake_stream())
 
 
 def variants() -> Iterator[Variant]:
@@ -622,8 +647,8 @@ def variants() -> Iterator[Variant]:
     for name, config in CONFIGS.items():
         for states, dtype in STATE_DTYPES.items():
             cfg = replace(config, state=dtype)
-            yield Variant(f"lightning_{name}_{states}", LightningSm90(cfg), _arguments(cfg), uses=walk)
+            yield Variant(f"lightning_{name}_{states}", LightningSm90(cfg), ARGUMENTS, uses=walk)
             ends = LightningSm90(cfg, only_ends=True)
             yield Variant(
-                f"lightning_ends_{name}_{states}", ends, _arguments(cfg), uses=("wgmma", "tma_load", "ldmatrix", "setmaxnreg")
+                f"lightning_ends_{name}_{states}", ends, ARGUMENTS, uses=("wgmma", "tma_load", "ldmatrix", "setmaxnreg")
             )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter hands to its library, shown by a stand-in with the library's own signature."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cula.bench.cases import Case
+from cula.bench.inputs import make
+from cula.bench.peers import CudnnFrontend
+
+
+def kimi_delta_attention(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    cu_seqlens,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    batch_invariant=False,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    safe_gate=False,
+    gate_lower_bound=None,
+    gate_domain="log",
+    a_log=None,
+    dt_bias=None,
+):
+    """Refuses what cuDNN frontend 1.32 refuses on Hopper, or would copy."""
+    tokens, HV = v.shape[:2]
+    assert all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (q, k, v))
+    assert g.shape == (tokens, HV, q.shape[-1]) and beta.shape == (tokens, HV)
+    assert g.dtype == beta.dtype == torch.float32 and cu_seqlens.dtype == torch.int32
+    assert safe_gate == (a_log is not None) == (dt_bias is not None)
+    if a_log is not None:
+        assert a_log.shape == (HV,) and dt_bias.shape == (HV, q.shape[-1])
+    N = cu_seqlens.numel() - 1
+    return v + 1, v.new_zeros(N if output_final_state else 0, HV, v.shape[-1], q.shape[-1], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("flags", [("gate", "sigmoid", "norm", "h0", "ht"), ()])
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_frontend_is_called_as_it_wants(monkeypatch, packed, flags):
+    module = SimpleNamespace(kimi_delta_attention=kimi_delta_attention)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(linear_attention=module))
+    monkeypatch.setitem(sys.modules, "cudnn.linear_attention", module)
+    case = Case("kda-prefill", "kda_prefill", (5, 7) if packed else (6, 6), 2, 4, packed=packed, flags=flags)
+    assert CudnnFrontend().why_not(case) is None
+    x = make(case, torch.device("cpu"))
+    call = CudnnFrontend().prepare(x)
+    outputs = call.read(call.run())
+    assert torch.equal(outputs["o"], x.v + 1)
+    assert ("state" in outputs) == ("ht" in flags)
