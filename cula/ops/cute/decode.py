@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on the CuTe kernels: which kernel, how many rows a block, and the launch.
+"""Decode of several tokens a row on the CuTe kernels: which kernel, how many rows a block, and the launch.
 
 `sm90/decode.py` says what the kernels compute.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,18 @@ from torch import Tensor
 from cula.contract import DecodeInputs, DecodeProblem
 from cula.ops import Plan
 from cula.ops.cute.loader import load
-from cula.ops.cute.tensors import stream_of
+from cula.ops.cute.tensors import address, stream_of
+from cula.ops.host import current_device, current_stream, empty, form_of
 
 ARCH = "sm_90a"
-TOKENS = (1, 2, 4, 8)  # that kernels are compiled for
+TOKENS = (2, 4, 8)  # that kernels are compiled for
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-# Bits of the kernel's flags, in the order of sm90/decode.py.
+# Bits of the kernel's flags, in the order of sm90/decode_common.py.
 IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
     1 << i for i in range(10)
 )
-TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time
-POOL_BYTES = 16
+TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
+F32_BYTES = 16  # gates in float32, and states of either kind
 
 
 def variant(problem: DecodeProblem) -> str:
@@ -34,21 +35,21 @@ def variant(problem: DecodeProblem) -> str:
     return f"decode_{T}_{SHORT[problem.pool_dtype]}"
 
 
-def num_warps(problem: DecodeProblem, num_sms: int) -> int:
-    """Of a block, with 16 rows of a state each: few where there would not be blocks enough."""
-    if problem.T > 4:
+def num_warps(problem: DecodeProblem) -> int:
+    """Of a block, with 16 rows of a state each.
+
+    H200, H = 32, the best of 2, 4 and 8 for N = 1 / 8 / 64 / 256. float32: 4, but 8 for eight tokens at N = 8. bfloat16: two
+    tokens 2 / 2 / 4 / 4, four 4 / 4 / 8 / 8 (by 1 to 2 %), eight 4 / 8 / 8 / 8.
+    """
+    if problem.pool_dtype == torch.float32:
         return 4
-    return 2 if problem.N * problem.HV < num_sms else 4
-
-
-@functools.lru_cache(maxsize=1024)
-def _num_warps_on(problem: DecodeProblem, device: torch.device) -> int:
-    return num_warps(problem, torch.cuda.get_device_properties(device).multi_processor_count)
+    is_large = problem.T * problem.N * problem.HV >= 2048
+    return (2 if problem.T == 2 else 4) * (2 if is_large else 1)
 
 
 def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` in place."""
-    return run(problem, x, _num_warps_on(problem, x.q.device))
+    return run(problem, x, num_warps(problem))
 
 
 def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
@@ -57,8 +58,7 @@ def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
     q, k, v, g, beta = (
-        t if t is None or _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
-        for t in (x.q, x.k, x.v, x.g, x.beta)
+        t if t is None or _is_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta)
     )
     x = x._replace(q=q, k=k, v=v, g=g, beta=beta)
     addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
@@ -72,52 +72,62 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
 
     The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
-    the same, and so the strides that x has.
+    the same, and so the strides that x has. It returns None for addresses that the kernel cannot read.
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
     p, device = problem, x.q.device
-    makes_dense = given.v.is_contiguous()  # then an output like v is dense, as the strides say
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
         return None
-    kernel, numbers = load(variant(p), ARCH), (*_numbers(p, x, o), _num_warps_on(p, device))
-    current_device, current_stream = torch.accelerator.current_device_index, torch._C._cuda_getCurrentRawStream
-    index = torch.cuda.current_device() if device.index is None else device.index
-    del o
+    kernel, numbers, form_of_o = load(variant(p), ARCH), (*_numbers(p, x, o), num_warps(p)), form_of(o)
+    gate_bytes, index = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES, device.index
+    if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
+        gate_bytes = 1
+    del o, x, given
 
-    def again(call: Sequence[Tensor | None]) -> Tensor | None:
+    def again(tensors: Sequence[Any]) -> Tensor | None:
         if current_device() != index:
+            with torch.cuda.device(index):
+                return again(tensors)
+        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, _, _, out = tensors
+        q_at, k_at, v_at, pool_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr()
+        g_at = 0 if g is None else g.data_ptr()
+        o = empty(*form_of_o) if out is None else out
+        o_at = o.data_ptr()
+        if (q_at | k_at | v_at | o_at) % TOKEN_BYTES or pool_at % F32_BYTES or g_at % gate_bytes:
             return None
-        values, out = call[2], call[12]
-        assert values is not None
-        if out is None and makes_dense:
-            out = torch.empty_like(values)
-        elif out is None:
-            out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-        addresses = [0 if t is None else t.data_ptr() for t in call[:10]]
-        addresses.append(out.data_ptr())
-        q, k, v, pool, *_, o = addresses
-        if (q | k | v | o) % TOKEN_BYTES or pool % POOL_BYTES:
-            return None
-        kernel(*addresses, *numbers, current_stream(index))
-        return out
+        kernel(
+            q_at,
+            k_at,
+            v_at,
+            pool_at,
+            0 if indices is None else indices.data_ptr(),
+            g_at,
+            0 if beta is None else beta.data_ptr(),
+            0 if A_log is None else A_log.data_ptr(),
+            0 if dt_bias is None else dt_bias.data_ptr(),
+            0 if decay is None else decay.data_ptr(),
+            o_at,
+            *numbers,
+            current_stream(index),
+        )
+        return o
 
     return again
 
 
 def _is_aligned(t: Tensor) -> bool:
-    """Whether four numbers can be read or written at a time, and places in a row counted with 32 bits."""
+    """Whether four channels can be read or written at a time, and places in a row counted with 32 bits.
+
+    t is [N, T, heads, channels], or [N, T, heads] with one number a head.
+    """
     unit = 4 if t.dim() == 4 else 1
     row, *inside = t.stride()
-    if t.dim() == 4:
-        inside.pop()
+    if t.dim() == 4 and inside.pop() != 1:
+        return False
     is_near = sum(size * stride for size, stride in zip(t.shape[1:], inside)) < 2**31
     return is_near and t.data_ptr() % (unit * t.element_size()) == 0 and all(s % unit == 0 for s in (row, *inside))
-
-
-def address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float, ...]:

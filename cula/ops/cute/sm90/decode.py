@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One to eight tokens a row on a pool of states: KDA and Lightning decode, one launch. K = V = 128, bf16 tokens.
+"""Two to eight tokens a row on a pool of states: KDA and Lightning decode, one launch. K = V = 128, bf16 tokens.
 
 All tokens of a row meet its state S0 [V, K] at once. With log2 decays summed from the first token (G_t, G_T over all T),
 write strengths b and the scale inside q:
@@ -10,29 +10,23 @@ write strengths b and the scale inside q:
     S_T = e^{G_T} S0 + sum_i u_i (k_i e^{G_T - G_i})
 
 Lightning is the same with u = v, and runs as such: R and A are multiplied by zero. No exponent is positive, so any gate will do.
-What depends on the state is float32 throughout: 3T + 1 multiply-adds an element, which hide behind its way in and out of memory
-(for T <= 4; see `docs/decode.md`).
 
-A block has 2 to 8 warps and 16 rows of S0 for each: 8 lanes share a row, and a lane holds four pieces of 4 columns of four rows
-next to each other, 64 numbers. The state is on its way to registers while the block prepares what has no state in it:
+A block has 2 to 8 warps and 16 rows of S0 for each. The state is on its way to registers while the block prepares what has no
+state in it (`decode_tokens.py`):
   1. a warp a token: norms, gates, b; k, q and log2 decays to shared memory,
   2. a warp a token i: k_i and q_i with their decays, and column i of A and P.
-Then, by every warp for its own rows:
-  3. 2T sums of products over a lane's columns, and over the 8 lanes by halves: a lane sends half of its sums and keeps the other,
-     three times, and has one left. Which sum it accumulates as its j-th depends on the lane (j ^ lane), so that all lanes send
-     the same registers.
-  4. The recurrence of u. Lane i has b_i (v_i - R_i), or Q_i; column i of (-b A; P) times u_i, which all lanes are told, is added.
-  5. S_T.
+Then every warp has its own rows meet them: 3T + 1 multiply-adds a number of the state, in float32 for float32 states
+(`decode_rows_fma.py`), on tensor cores for bfloat16 ones (`decode_rows_mma.py`).
 
-| shared memory, float32                  | what                                                        |
-|-----------------------------------------|-------------------------------------------------------------|
-| `vectors` [2T, 128]                     | -b k e^G of the tokens, then q e^G                          |
-| `writes` [T + 1, 128]                   | k e^{G_T - G} of the tokens, then e^{G_T}                   |
-| `tokens` [3T, 128]                      | k, q, log2 decays; not for one token                        |
-| `mix` [2T, T]                           | -b A, then P                                                |
-| `strengths` [T]                         | b                                                           |
+| shared memory, float32  | what                                                                                       |
+|-------------------------|--------------------------------------------------------------------------------------------|
+| `vectors` [2T, 128]     | -b k e^G of the tokens, then q e^G; in pairs of bfloat16 for tensor cores                  |
+| `writes` [T + 1, 128]   | k e^{G_T - G} of the tokens, likewise, then e^{G_T}                                        |
+| `mix` [2T, T]           | -b A, then P                                                                               |
+| `strengths` [T]         | b                                                                                          |
+| `kept` [3T, 128]        | k, q, log2 decays                                                                          |
 
-Channels are kept in the order in which lanes read them, 16 bytes each (`place`), so no bank is asked twice.
+Times, and what was tried: `docs/decode.md`.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.tiles import BF16, F32, I32
 from cula.ops.cute.sm90 import decode_rows_fma, decode_rows_mma
-from cula.ops.cute.sm90.decode_common import INDEX_IS_I64, MAX_WARPS, WARP_ROWS, ZERO_IS_NULL, D, at_address
+from cula.ops.cute.sm90.decode_common import INDEX_IS_I64, MAX_WARPS, WARP_ROWS, ZERO_IS_NULL, D, vector_at
 from cula.ops.cute.sm90.decode_tokens import load_tokens, prepare
 from cula.ops.cute.variants import Variant
 
@@ -74,7 +68,7 @@ def decode_kernel(
     threads, _, _ = cute.arch.block_dim()
     wid = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
-    rows = rows_of(T, pool_type)
+    rows = rows_of(pool_type)
     row = (split * (threads // 32) + wid) * WARP_ROWS + rows.first_row(lane)
 
     # The slot first, then all that does not depend on it.
@@ -82,9 +76,9 @@ def decode_kernel(
     slot[0], slot[1] = n, I32(0)
     if indices != 0:
         if (flags & INDEX_IS_I64) != 0:
-            cute.autovec_copy(at_address(I32, indices + Int64(n) * index_stride * 8, 2, 8), slot)
+            cute.autovec_copy(vector_at(I32, indices + Int64(n) * index_stride * 8, 2, 8), slot)
         else:
-            slot[0] = at_address(I32, indices + Int64(n) * index_stride * 4, 1)[0]
+            slot[0] = vector_at(I32, indices + Int64(n) * index_stride * 4, 1)[0]
     at_v = v + (Int64(n) * v_row + hv * v_head + row) * 2
     values = rows.load_values(at_v, v_token, tokens, T, lane)
     raw = load_tokens(addresses, row_strides, strides, tokens, group, flags, T, n, hv, wid, lane)
@@ -95,7 +89,7 @@ def decode_kernel(
         is_null = sign < 0 or slot[0] == 0
     to = o + (Int64(n) * o_row + hv * o_head + row) * 2
     if indices != 0 and is_null:
-        write_zeros(to, o_token, tokens, T, pool_type, lane)
+        write_zeros(pool_type, to, o_token, tokens, lane)
     else:
         state = pool + (Int64(slot[0]) * slot_stride + (hv * D + row) * D) * (pool_type.width // 8)
         decode_rows(raw, values, factors, tokens, flags, T, pool_type, wid, lane, state, to, o_token)
@@ -117,30 +111,31 @@ def decode_rows(
     o_token: I32,
 ):
     """The block's rows. `state` and `to` are the addresses of the lane's first row in its slot and, for token 0, in o."""
-    rows = rows_of(T, pool_type)
-    gS = rows.state_at(state, pool_type, lane)
+    rows = rows_of(pool_type)
+    gS = rows.state_at(state, lane)
     stored = cute.make_rmem_tensor(gS.shape, pool_type)
     cute.autovec_copy(gS, stored)  # on its way while the block prepares what has no state in it
     tables = allocate(T)
-    prepare(raw, factors, tokens, flags, T, pool_type, rows, wid, lane, tables)
-    rows.decode_rows(stored, gS, values, tables, tokens, flags, T, pool_type, lane, to, o_token)
+    prepare(raw, factors, tokens, flags, T, rows, wid, lane, tables)
+    rows.decode_rows(stored, gS, values, tables, tokens, flags, T, lane, to, o_token)
 
 
-def write_zeros(to: Any, o_token: Any, tokens: Any, T: int, pool_type: Any, lane: Any) -> None:
-    rows_of(T, pool_type).write_zeros(to, o_token, tokens, T, lane)
+def write_zeros(pool_type: Any, *arguments: Any) -> None:
+    """As `put` of decode_tokens.py: a branch would take a module whose method it calls for something that it changes."""
+    rows_of(pool_type).write_zeros(*arguments)
 
 
-def rows_of(T: int, pool_type: Any) -> Any:
+def rows_of(pool_type: Any) -> Any:
     """The module that has what meets the state."""
-    return decode_rows_mma if pool_type is BF16 and T > 1 else decode_rows_fma
+    return decode_rows_mma if pool_type is BF16 else decode_rows_fma
 
 
 def allocate(T: int) -> Any:
-    """The tables in shared memory, in the order of the header; `mix` and `strengths` before `tokens`."""
+    """The tables in shared memory, in the order of the header."""
     smem = SmemAllocator()
     table = lambda rows, columns: smem.allocate_tensor(F32, cute.make_layout(rows * columns), byte_alignment=16)
     vectors, writes, mix, strengths = table(2 * T, D), table(T + 1, D), table(2 * T, T), table(1, max(T, 4))
-    return vectors, writes, mix, strengths, table(3 * T, D) if T > 1 else vectors
+    return vectors, writes, mix, strengths, table(3 * T, D)
 
 
 # The launch
@@ -223,12 +218,12 @@ def decode_host(
         block=(32 * warps, 1, 1),
         max_number_threads=(32 * MAX_WARPS, 1, 1),
         min_blocks_per_mp=1 if cutlass.const_expr(T == 8) else 2,
-        preferred_smem_carveout=50,
+        preferred_smem_carveout=50 if cutlass.const_expr(T == 8) else 28,  # percent: the blocks that registers let in
         stream=stream,
     )
 
 
-TOKENS = (1, 2, 4, 8)  # that are compiled; a call of another number takes the next
+TOKENS = (2, 4, 8)  # that are compiled; a call of another number takes the next
 
 
 def variants() -> Iterator[Variant]:
@@ -238,4 +233,4 @@ def variants() -> Iterator[Variant]:
             strides = (*(Int64(8) for _ in range(8)), *(I32(8) for _ in range(16)))
             numbers = (F32(1.0), F32(-5.0), F32(1.0), *(I32(1) for _ in range(6)))
             arguments = (*(Int64(0) for _ in range(11)), *strides, *numbers, make_fake_stream(), T, pool_type)
-            yield Variant(f"decode_{T}_{name}", decode_host, arguments)
+            yield Variant(f"decode_{T}_{name}", decode_host, arguments, uses=("mma",) if pool_type is BF16 else ())

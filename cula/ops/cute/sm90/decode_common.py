@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.common.tiles import F32, I32, at_address
 
 D = 128  # K and V
 WARP_ROWS = 16  # rows of a state that a warp has
@@ -21,10 +21,9 @@ IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, 
 )
 
 
-def at_address(dtype: Any, address: Any, size: int, align: int = 0) -> Any:
+def vector_at(dtype: Any, address: Any, size: int, align: int = 0) -> Any:
     """A vector in global memory."""
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align or dtype.width // 8)
-    return cute.make_tensor(pointer, cute.make_layout(size))
+    return cute.make_tensor(at_address(dtype, address, align or dtype.width // 8), cute.make_layout(size))
 
 
 def four_at(table: Any, position: Any) -> Any:
@@ -48,13 +47,13 @@ def load_words(words: cute.Tensor, address: Int64, offset: I32, is_f32: I32):
     """float32 or bfloat16 numbers, as many as `words`, at a multiple of their size."""
     count = cute.size(words)
     if is_f32 != 0:
-        cute.autovec_copy(at_address(I32, address + Int64(offset) * 4, count, 4 * count), words)
+        cute.autovec_copy(vector_at(I32, address + Int64(offset) * 4, count, 4 * count), words)
     else:
         if cutlass.const_expr(count == 1):
-            words[0] = at_address(cutlass.Uint16, address + Int64(offset) * 2, 1)[0].to(I32)
+            words[0] = vector_at(cutlass.Uint16, address + Int64(offset) * 2, 1)[0].to(I32)
         else:
             half = cute.make_tensor(words.iterator, cute.make_layout(count // 2))
-            cute.autovec_copy(at_address(I32, address + Int64(offset) * 2, count // 2, 2 * count), half)
+            cute.autovec_copy(vector_at(I32, address + Int64(offset) * 2, count // 2, 2 * count), half)
 
 
 @cute.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, what meets the state: float32 multiply-adds. `decode.py` has the formulas, `decode_rows_mma.py` the same on tensor cores.
+"""Decode, what meets a state in float32: multiply-adds. `decode.py` has the formulas.
 
 8 lanes share a row, and a lane holds four pieces of 4 columns of four rows next to each other, 64 numbers.
   1. 2T sums of products over a lane's columns, and over the 8 lanes by halves: a lane sends half of its sums and keeps the other,
@@ -8,8 +8,8 @@
   2. The recurrence of u. Lane i has b_i (v_i - R_i), or Q_i; column i of (-b A; P) times u_i, which all lanes are told, is added.
   3. S_T.
 
-`vectors` [2T, 128] has -b k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}. Channels are in the
-order in which lanes read them, 16 bytes each (`place`), so no bank is asked twice.
+`vectors` [2T, 128] has -b k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}. The 8 lanes of a
+row read 128 bytes next to each other, so no bank is asked twice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.tiles import BF16, F32, I32
-from cula.ops.cute.sm90.decode_common import COMMIT, WARP_ROWS, D, at_address, four_at, read_four, widened
+from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
+from cula.ops.cute.sm90.decode_common import COMMIT, WARP_ROWS, D, four_at, read_four, vector_at, widened
 
 ROWS, LANES = 4, 8  # rows of a lane, lanes of a row
 SEGMENT = (32 - LANES) << 8 | 31  # a shuffle's: lanes are counted within those of a row
@@ -33,16 +33,8 @@ def first_row(lane: Any) -> Any:
     return lane // LANES * ROWS
 
 
-def place(lane: Any, pool_type: Any) -> Any:
-    """Where channels 4 lane .. 4 lane + 3 are in a table. A lane of a row reads 16 bytes of a pool at a time: four channels of
-    float32, eight of bfloat16. The first four of all lanes come first, then the others."""
-    if pool_type.width == 32:
-        return lane * 4
-    return (lane // 16 * 2 + lane % 2) * (4 * LANES) + lane // 2 % LANES * 4
-
-
 def role(lane: Any, T: int) -> Any:
-    """With one to four tokens lanes of a row have roles 0..2T-1: R of the tokens, then Q."""
+    """With up to four tokens lanes of a row have roles 0..2T-1: R of the tokens, then Q."""
     return lane % min(2 * T, LANES)
 
 
@@ -53,32 +45,29 @@ def load_values(v: Int64, v_token: I32, tokens: I32, T: cutlass.Constexpr, lane:
     values.fill(0)
     token = role(lane, T)
     if token < tokens and token < T:
-        cute.autovec_copy(at_address(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
+        cute.autovec_copy(vector_at(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
     return values
 
 
 @cute.jit
-def write_zeros(to: Int64, o_token: I32, tokens: I32, T: cutlass.Constexpr, lane: I32):
+def write_zeros(to: Int64, o_token: I32, tokens: I32, lane: I32):
     zeros = cute.make_rmem_tensor((ROWS,), BF16)
     zeros.fill(0.0)
     token = lane % LANES
     if token < tokens:
-        cute.autovec_copy(zeros, at_address(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+        cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
 
 
-def state_at(state: Any, pool_type: Any, lane: Any) -> Any:
+def state_at(state: Any, lane: Any) -> Any:
     """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, rows]."""
-    per_load = 128 // pool_type.width
-    layout = cute.make_layout((per_load, D // (LANES * per_load), ROWS), stride=(1, LANES * per_load, D))
-    first = cute.make_ptr(pool_type, state + Int64(lane % LANES * 16), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(first, layout)
+    layout = cute.make_layout((4, D // (4 * LANES), ROWS), stride=(1, 4 * LANES, D))
+    return cute.make_tensor(at_address(F32, state + Int64(lane % LANES * 16), 16), layout)
 
 
 @cute.jit
 def put(
     tables: cutlass.Constexpr,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     i: I32,
     lane: I32,
     key: cute.Tensor,
@@ -86,7 +75,7 @@ def put(
     write: cute.Tensor,
 ):
     """Token i's -b k e^G, q e^G and k e^{G_T - G}, four channels a lane, to the tables."""
-    vectors, writes, at = tables[0], tables[1], place(lane, pool_type)
+    vectors, writes, at = tables[0], tables[1], 4 * lane
     cute.autovec_copy(key, four_at(vectors, i * D + at))
     cute.autovec_copy(query, four_at(vectors, (T + i) * D + at))
     cute.autovec_copy(write, four_at(writes, i * D + at))
@@ -94,7 +83,7 @@ def put(
 
 @cute.jit
 def sum_by_halves(sums: cute.Tensor, count: cutlass.Constexpr, r: cutlass.Constexpr):
-    """The sum of row r that is this lane's: sums[r, j] of a lane belongs to vector j ^ lane. `count` of them, 2, 4 or 8."""
+    """The sum of row r that is this lane's: sums[r, j] of a lane belongs to vector j ^ lane. `count` of them, 4 or 8."""
     half = count // 2
     while cutlass.const_expr(half > 0):
         for j in cutlass.range_constexpr(half):
@@ -115,7 +104,6 @@ def decode_rows(
     tokens: I32,
     flags: I32,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     lane: I32,
     to: Int64,
     o_token: I32,
@@ -123,13 +111,7 @@ def decode_rows(
     """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
     vectors, writes, mix, strengths = tables[:4]
     of_row, which_sum = lane % LANES, role(lane, T)
-    S = cute.make_rmem_tensor((D // LANES, ROWS), F32)
-    if cutlass.const_expr(pool_type is F32):
-        S.store(stored.load().reshape((D // LANES, ROWS)))
-    else:
-        words, size = cute.recast_tensor(stored, I32), D // LANES * ROWS
-        flat = lambda t, n: cute.make_tensor(t.iterator, cute.make_layout(n))
-        S.store(widened(flat(words, size // 2), I32(0), size).load().reshape((D // LANES, ROWS)))
+    S = cute.make_tensor(stored.iterator, cute.make_layout((D // LANES, ROWS)))
 
     # R and Q: 2T sums, 8 at a time
     count = min(2 * T, LANES)
@@ -166,7 +148,7 @@ def decode_rows(
         out = cute.make_rmem_tensor((ROWS,), BF16)
         for r in cutlass.range_constexpr(ROWS):
             out[r] = x[r, 2 * T // count - 1].to(BF16)
-        cute.autovec_copy(out, at_address(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+        cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
 
     # The state after the last token
     if (flags & COMMIT) != 0:
@@ -180,5 +162,4 @@ def decode_rows(
                 for r in cutlass.range_constexpr(ROWS):
                     for e in cutlass.range_constexpr(4):
                         S[4 * c + e, r] += u[r, i] * four[e]
-        stored.store(S.load().to(pool_type).reshape((128 // pool_type.width, D * pool_type.width // (LANES * 128), ROWS)))
         cute.autovec_copy(stored, gS)

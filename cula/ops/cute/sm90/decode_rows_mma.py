@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode, what meets a state in bfloat16, on tensor cores: mma.sync, two to eight tokens. `decode.py` has the formulas.
 
-Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (0 or 1), and loads 16 bytes of them
-at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both factors agree, so what was loaded
-are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3.
+Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (0 or 1), and loads 16 bytes of
+them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both factors agree, so what was
+loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3.
 
 A float32 factor is a sum of two in bfloat16, the upper half of its bits and the rest (`split`): 16 bits of it, where outputs and
 states keep 8.
-  1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts as
-     rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
+  1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts
+     as rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
      at numbers 2c and 2c + 1 of both sides, which are rows 4c .. 4c + 3 of the warp's, so next to each other.
   2. The recurrence of u. Lane (i, c) has b_i (v_i - R_i); column i of (-b A; P) times u_i, which all lanes are told, is added.
   3. S_T starts as e^{G_T} S0 in float32, and is the accumulator of two products m16n8k8 for every 8 columns and four tokens. The
      reduction is over tokens and parts: lane c has (u_hi, u_lo) times (w_hi, w_lo) of token c, then (u_lo, u_hi) times the same.
 
-| in shared memory, words                  | what                                                                                  |
-|------------------------------------------|---------------------------------------------------------------------------------------|
-| `vectors` [8 steps, 2T, 4 (c), 4]        | A of 1: of a vector, parts (first, second) of two channels, then of the other two     |
-| with eight tokens [8, 2 parts, 8, 4, 4]  | (R, Q) of two channels, then of the other two                                         |
-| `writes` [T / 4, 4 (j), 4 (c), 8 (g'), 4]| B of 3: (w_hi, w_lo) of token c, channel 32 j + 8 (g / 2) + 2 e + g % 2               |
-| the last 128 of `writes`                 | e^{G_T}, float32                                                                      |
+| in shared memory, words                   | what                                                                               |
+|-------------------------------------------|------------------------------------------------------------------------------------|
+| `vectors` [8 steps, 2T, 4 (c), 4]         | A of 1: of a vector, parts (first, second) of two channels, then of the other two  |
+| with eight tokens [8, 2 parts, 8, 4, 4]   | (R, Q) of two channels, then of the other two                                      |
+| `writes` [T / 4, 4 (j), 4 (c), 8 (g'), 4] | B of 3: (w_hi, w_lo) of token c, channel 32 j + 8 (g / 2) + 2 e + g % 2            |
+| the last 128 of `writes`                  | e^{G_T}, float32                                                                   |
 
 g' is g ^ 2c, with which a quarter of a warp's 16-byte reads fall into different banks.
 """
@@ -33,8 +33,8 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import warp
 
-from cula.ops.cute.common.tiles import BF16, F32, I32
-from cula.ops.cute.sm90.decode_common import COMMIT, D, at_address, read_four, widened
+from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
+from cula.ops.cute.sm90.decode_common import COMMIT, D, read_four, vector_at, widened
 
 LANES = 4  # of a row
 LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
@@ -46,11 +46,6 @@ SAME_C = (LANES - 1) << 8 | 31  # a shuffle's segments: lanes of the same c
 def first_row(lane: Any) -> Any:
     """Of those that a lane reads v and writes o of, among its warp's."""
     return lane % LANES * ROWS
-
-
-def place(lane: Any, pool_type: Any) -> Any:
-    """Where channels 4 lane .. 4 lane + 3 are in a table of float32."""
-    return lane * 4
 
 
 def groups(T: int) -> int:
@@ -65,28 +60,29 @@ def load_values(v: Int64, v_token: I32, tokens: I32, T: cutlass.Constexpr, lane:
     values.fill(0)
     token = lane // LANES
     if token < tokens:
-        cute.autovec_copy(at_address(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
+        cute.autovec_copy(vector_at(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
     return values
 
 
 @cute.jit
-def write_zeros(to: Int64, o_token: I32, tokens: I32, T: cutlass.Constexpr, lane: I32):
+def write_zeros(to: Int64, o_token: I32, tokens: I32, lane: I32):
     zeros = cute.make_rmem_tensor((ROWS,), BF16)
     zeros.fill(0.0)
     token = lane // LANES
     if token < tokens:
-        cute.autovec_copy(zeros, at_address(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+        cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
 
 
-def state_at(state: Any, pool_type: Any, lane: Any) -> Any:
+def state_at(state: Any, lane: Any) -> Any:
     """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where its row `first_row` begins.
 
     Number g of a side is row 4 (g / 2) + g % 2 + 2 side: then numbers 2c and 2c + 1 of both sides are rows 4c .. 4c + 3.
     """
     g, c = lane // LANES, lane % LANES
     row = g // 2 * 4 + g % 2 - first_row(lane)
-    first = cute.make_ptr(pool_type, state + Int64(row * 2 * D + c * 16), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(first, cute.make_layout((8, LOADS, 2), stride=(1, 8 * LANES, 2 * D)))
+    return cute.make_tensor(
+        at_address(BF16, state + Int64(row * 2 * D + c * 16), 16), cute.make_layout((8, LOADS, 2), stride=(1, 8 * LANES, 2 * D))
+    )
 
 
 # Parts
@@ -123,7 +119,6 @@ def words_at(table: Any, position: Any, count: int) -> Any:
 def put(
     tables: cutlass.Constexpr,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     i: I32,
     lane: I32,
     key: cute.Tensor,
@@ -161,7 +156,6 @@ def decode_rows(
     tokens: I32,
     flags: I32,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     lane: I32,
     to: Int64,
     o_token: I32,
@@ -169,7 +163,7 @@ def decode_rows(
     """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
     vectors, writes, mix, strengths = tables[:4]
     g, c = lane // LANES, lane % LANES
-    role = g % min(2 * T, 8)  # with one to four tokens 0..2T-1: R of the tokens, then Q
+    role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q
     words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
 
     # R and Q
@@ -208,7 +202,7 @@ def decode_rows(
         out = cute.make_rmem_tensor((ROWS,), BF16)
         for r in cutlass.range_constexpr(ROWS):
             out[r] = x[r, groups(T) - 1].to(BF16)
-        cute.autovec_copy(out, at_address(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+        cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
 
     if (flags & COMMIT) != 0:
         write_state(words, x, writes, T, lane)
@@ -264,6 +258,7 @@ def multiply(atom: Any, acc: Any, a: Any, b: Any) -> None:
     of_a = (2, 2, 2) if cute.size(a) == 4 else (2, 2)
     of_b = (2, 2) if cute.size(b) == 2 else 2
     as_a, as_b = (
-        cute.make_tensor(cute.recast_tensor(t, BF16).iterator, cute.make_layout((shape, 1, 1))) for t, shape in ((a, of_a), (b, of_b))
+        cute.make_tensor(cute.recast_tensor(t, BF16).iterator, cute.make_layout((shape, 1, 1)))
+        for t, shape in ((a, of_a), (b, of_b))
     )
     cute.gemm(atom, d, as_a, as_b, d)

@@ -19,10 +19,10 @@ from cula.ops.cute.sm90.decode_common import (
     IS_SOFTPLUS,
     USE_NORM,
     D,
-    at_address,
     four_at,
     load_words,
     read_four,
+    vector_at,
     widened,
 )
 
@@ -35,13 +35,6 @@ LOG2E = 1.4426950408889634
 @cute.jit
 def sigmoid(x: F32):
     return cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x * F32(-LOG2E), fastmath=True))
-
-
-@cute.jit
-def sum_of_warp(x: F32):
-    for step in cutlass.range_constexpr(5):
-        x += cute.arch.shuffle_sync_bfly(x, offset=1 << step)
-    return x
 
 
 @cute.jit
@@ -81,6 +74,28 @@ def unit(k: cute.Tensor, q: cute.Tensor, scale: F32, flags: I32):
         k[e], q[e] = k[e] * of_k, q[e] * of_q
 
 
+@cute.jit
+def gates(
+    of_g: cute.Tensor, of_b: cute.Tensor, of_gate: cute.Tensor, lower: F32, beta_top: F32, flags: I32, is_there: cutlass.Boolean
+):
+    """Log2 decays of a lane's four channels, and b; zeros of a token that is not there."""
+    rg, b = cute.make_rmem_tensor((4,), F32), F32(0.0)
+    rg.fill(0.0)
+    if is_there:
+        if (flags & IS_KDA) != 0:
+            rg.store(widened(of_g, flags & G_IS_F32, 4).load())
+            if (flags & IS_SCALAR) != 0:
+                rg.fill(widened(of_g, flags & G_IS_F32, 1)[0])
+            log2_decays(rg, of_gate, lower, flags)
+            b = widened(of_b, flags & BETA_IS_F32, 1)[0]
+            if beta_top > F32(0.0):
+                b = beta_top * sigmoid(b)
+        else:
+            rg.fill(of_gate[0] * F32(-LOG2E))
+            b = F32(1.0)
+    return rg, b
+
+
 def dot_of_four(x: Any, y: Any) -> Any:
     return x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3]
 
@@ -116,7 +131,7 @@ def jobs(T: int) -> int:
 
 
 def min_warps(T: int) -> int:
-    return min((T + 1) // 2, 4)
+    return min(T, 4)
 
 
 @cute.jit
@@ -133,7 +148,7 @@ def load_tokens(
     wid: I32,
     lane: I32,
 ):
-    """k, q and g of every token that is the warp's, four channels a lane; b; the gate's parameters. As they come, 0 if they do not."""
+    """k, q and g of every token that is the warp's, four channels a lane; b; the gate's parameters. As they come, or zeros."""
     q, k, _, _, _, g, beta, A_log, dt_bias, decay, _ = addresses
     q_row, k_row, _, _, g_row, beta_row, _, _ = row_strides
     (q_token, q_head), (k_token, k_head), _, _, (g_token, g_head), (beta_token, beta_head), A_head, bias, decay_head = strides
@@ -149,8 +164,8 @@ def load_tokens(
         if t < tokens:
             at_k = k + (Int64(n) * k_row + t * k_token + h * k_head + channel) * 2
             at_q = q + (Int64(n) * q_row + t * q_token + h * q_head + channel) * 2
-            cute.autovec_copy(at_address(I32, at_k, 2, 8), of_k)
-            cute.autovec_copy(at_address(I32, at_q, 2, 8), of_q)
+            cute.autovec_copy(vector_at(I32, at_k, 2, 8), of_k)
+            cute.autovec_copy(vector_at(I32, at_q, 2, 8), of_q)
             if is_kda:
                 is_f32 = flags & G_IS_F32
                 row = g + Int64(n) * g_row * (4 if is_f32 != 0 else 2)
@@ -167,13 +182,13 @@ def load_tokens(
     if wid < T:
         if is_kda:
             if A_log != 0:
-                of_gate[0] = at_address(F32, A_log + Int64(hv * A_head) * 4, 1)[0]
+                of_gate[0] = vector_at(F32, A_log + Int64(hv * A_head) * 4, 1)[0]
             if dt_bias != 0:
                 for e in cutlass.range_constexpr(4):
                     at = Int64(hv * bias[0] + (channel + e) * bias[1])
-                    of_gate[1 + e] = at_address(F32, dt_bias + at * 4, 1)[0]
+                    of_gate[1 + e] = vector_at(F32, dt_bias + at * 4, 1)[0]
         else:
-            of_gate[0] = at_address(F32, decay + Int64(hv * decay_head) * 4, 1)[0]
+            of_gate[0] = vector_at(F32, decay + Int64(hv * decay_head) * 4, 1)[0]
     return found, of_gate
 
 
@@ -184,7 +199,6 @@ def prepare(
     tokens: I32,
     flags: I32,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     rows: cutlass.Constexpr,
     wid: I32,
     lane: I32,
@@ -193,9 +207,8 @@ def prepare(
     """Fill the tables, vectors as the module `rows` wants them; ends with a barrier."""
     found, of_gate = raw
     scale, lower, beta_top = factors
-    vectors, writes, mix, strengths, kept = tables
+    _, _, _, strengths, kept = tables
     threads, _, _ = cute.arch.block_dim()
-    place = rows.place(lane, pool_type)
     kda = F32(1.0) if (flags & IS_KDA) != 0 else F32(0.0)
 
     for job in cutlass.range_constexpr(jobs(T)):
@@ -204,42 +217,16 @@ def prepare(
         if t < T:
             rk, rq = widened(of_k, I32(0), 4), widened(of_q, I32(0), 4)
             unit(rk, rq, scale, flags)
-            rg, b = cute.make_rmem_tensor((4,), F32), F32(0.0)
-            rg.fill(0.0)
-            if t < tokens:
-                if (flags & IS_KDA) != 0:
-                    rg.store(widened(of_g, flags & G_IS_F32, 4).load())
-                    if (flags & IS_SCALAR) != 0:
-                        rg.fill(widened(of_g, flags & G_IS_F32, 1)[0])
-                    log2_decays(rg, of_gate, lower, flags)
-                    b = widened(of_b, flags & BETA_IS_F32, 1)[0]
-                    if beta_top > F32(0.0):
-                        b = beta_top * sigmoid(b)
-                else:
-                    rg.fill(of_gate[0] * F32(-LOG2E))
-                    b = F32(1.0)
-            if cutlass.const_expr(T > 1):
-                for j, part in enumerate((rk, rq, rg)):
-                    cute.autovec_copy(part, four_at(kept, (j * T + t) * D + place))
-            else:
-                decay, key, query = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]
-                for e in cutlass.range_constexpr(4):
-                    decay[e] = cute.math.exp2(rg[e], fastmath=True)
-                for e in cutlass.range_constexpr(4):
-                    key[e], query[e] = (-b * kda) * (rk[e] * decay[e]), rq[e] * decay[e]
-                kq = sum_of_warp(dot_of_four(rk, rq))
-                put(rows, tables, T, pool_type, I32(0), lane, key, query, rk)
-                cute.autovec_copy(decay, four_at(writes, D + place))
-                if lane == 0:
-                    mix[0], mix[1] = F32(0.0), kq
+            rg, b = gates(of_g, of_b, of_gate, lower, beta_top, flags, t < tokens)
+            for j, part in enumerate((rk, rq, rg)):
+                cute.autovec_copy(part, four_at(kept, (j * T + t) * D + 4 * lane))
             if lane == 0:
                 strengths[t] = b
     cute.arch.sync_threads()
 
-    if cutlass.const_expr(T > 1):
-        for i in cutlass.range(wid, T, threads // 32, unroll=1):
-            column(i, T, pool_type, rows, kda, lane, tables)
-        cute.arch.sync_threads()
+    for i in cutlass.range(wid, T, threads // 32, unroll=1):
+        column(i, T, rows, kda, lane, tables)
+    cute.arch.sync_threads()
 
 
 def put(rows: Any, *arguments: Any) -> None:
@@ -251,15 +238,14 @@ def put(rows: Any, *arguments: Any) -> None:
 def column(
     i: I32,
     T: cutlass.Constexpr,
-    pool_type: cutlass.Constexpr,
     rows: cutlass.Constexpr,
     kda: F32,
     lane: I32,
     tables: cutlass.Constexpr,
 ):
     """Token i's vectors and its column of `mix`."""
-    vectors, writes, mix, strengths, kept = tables
-    b, place = strengths[i] * kda, rows.place(lane, pool_type)
+    _, writes, mix, strengths, kept = tables
+    b, place = strengths[i] * kda, 4 * lane
     key, query = read_four(kept, i * D + place), read_four(kept, (T + i) * D + place)
     until, since, decay = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]  # i's decay since the start; t's since i
     decayed = cute.make_rmem_tensor((4,), F32)  # k_i e^{G_t - G_i}
@@ -282,7 +268,7 @@ def column(
         decay[e] = cute.math.exp2(until[e], fastmath=True)
         key[e] = -b * key[e] * decay[e]
         query[e] = query[e] * decay[e]
-    put(rows, tables, T, pool_type, i, lane, key, query, decayed)
+    put(rows, tables, T, i, lane, key, query, decayed)
     if i == T - 1:
         cute.autovec_copy(decay, four_at(writes, T * D + place))
     total, which = sum_of_each(parts, lane, 2 * T)
