@@ -131,12 +131,26 @@ def activate(
 
 
 @cute.jit
-def store_rows(s: cute.Tensor, m: cute.Tensor, first: I32, wid: I32, lane: I32):
-    """The warp's 16 rows of a [64, 64] tile that it has just written to shared memory, to rows `first`.. of m."""
+def store_rows(s: cute.Tensor, m: cute.Tensor, wid: I32, lane: I32, record: I32):
+    """The warp's 16 rows of a [64, 64] tile that it has just written to shared memory, to m [64 records, 64]."""
     cute.arch.sync_warp()
     for p in cutlass.range_constexpr(4):
         row = 16 * wid + 4 * p + lane // 8
-        cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (first + row, lane % 8)))
+        cute.autovec_copy(cute.local_tile(s, (1, 8), (row, lane % 8)), cute.local_tile(m, (1, 8), (64 * record + row, lane % 8)))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def store_quarters(s: cute.Tensor, m: cute.Tensor, wid: I32, lane: I32, record: I32, absent: cutlass.Constexpr):
+    """The same by quarters [32, 32], rows first, to m [128 records, 32], without the `absent` one."""
+    cute.arch.sync_warp()
+    for columns in cutlass.range_constexpr(2):
+        quarter = 2 * columns + wid // 2
+        if quarter != absent:
+            for p in cutlass.range_constexpr(2):
+                row, piece = 8 * p + lane // 4, lane % 4
+                to = cute.local_tile(m, (1, 8), ((4 * record + quarter) * 32 + wid % 2 * 16 + row, piece))
+                cute.autovec_copy(cute.local_tile(s, (1, 8), (16 * wid + row, 4 * columns + piece)), to)
     cute.arch.sync_warp()
 
 

@@ -38,8 +38,8 @@ class Work(NamedTuple):
     """The workspace between the kernels. A record is a chunk's of one head, a map a segment's."""
 
     tiles: Any  # [192 records, 128]: kb, qg, kr
-    T: Any  # [64 records, 64], transposed
-    P: Any  # [64 records, 64]
+    T: Any  # [64 records, 64], transposed; or by quarters, [128 records, 32]
+    P: Any  # the same
     vec: Any  # [chunks, HV, VEC]
     done: Any  # [maps]: how many of a map's two halves there are
     all_vecs: Any  # the same as [records, VEC]
@@ -93,13 +93,15 @@ def kda_host(
     stream,
     kind: cutlass.Constexpr,
     launch_state: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
 ):
     """Addresses of q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], A_log [HV], dt_bias [HV, 128], states [N, HV, dv, dk],
     offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's.
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's; `has_zeros`, whether it
+    reads T and P as whole tiles.
     """
     dtype = kind.dtype
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
@@ -124,7 +126,8 @@ def kda_host(
     part = lambda t, at: at_address(t, workspace + at, 128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    square = cute.make_layout((records * 64, 64), stride=(64, 1))
+    columns = 64 if cutlass.const_expr(has_zeros) else 32
+    square = cute.make_layout((records * SQUARE // columns, columns), stride=(columns, 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
     mP = cute.make_tensor(part(dtype, at), square)
@@ -177,6 +180,7 @@ def kda_host(
         lt,
         lg,
         kind,
+        has_zeros,
     ).launch(
         grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
         block=(256, 1, 1),

@@ -59,6 +59,7 @@ from cula.ops.cute.common.fragments import (
     read_gates32,
     round_tf32,
     store_matrix,
+    store_quarters,
     store_rows,
     widen,
 )
@@ -83,6 +84,7 @@ TMA_WARP = 4  # that stores
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
 VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
 BETA, BOUND = 128, 192  # where they begin
+LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
 
 # The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
 # back here, what is left is the error of rounding, without an instruction for each.
@@ -141,8 +143,10 @@ def prepare_kernel(
     lt: cute.ComposedLayout,
     lg: cute.ComposedLayout,
     kind: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
 ):
-    """A block for each (value head, number of a chunk)."""
+    """A block for each (value head, number of a chunk). T and P are written as squares if `has_zeros`, else by quarters,
+    without the one that is zero."""
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, chunk, seq = cute.arch.block_idx()
     _, spans, _ = cute.arch.grid_dim()
@@ -165,6 +169,7 @@ def prepare_kernel(
             (mma_f16, mma_bf16, mma_tf32),
             (lt, lg),
             kind,
+            has_zeros,
             hv,
             hv if group == 1 else hv // group,
             number,
@@ -184,6 +189,7 @@ def prepare_chunk(
     mmas: cutlass.Constexpr,
     layouts: cutlass.Constexpr,
     kind: cutlass.Constexpr,
+    has_zeros: cutlass.Constexpr,
     hv: I32,
     h: I32,
     number: I32,
@@ -199,7 +205,7 @@ def prepare_chunk(
     dtype, g_type, has_gate, is_scalar = kind
     is_f16 = cutlass.const_expr(dtype is F16)
     mma_scores = mma_f16 if is_f16 else mma_bf16
-    record = number * mVec.shape[1] + hv
+    record = cute.arch.make_warp_uniform(number * mVec.shape[1] + hv)
     tid, _, _ = cute.arch.thread_idx()
     wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     side, block_row = wid // 4, wid % 4  # KEYS or QUERIES, and whose 16 rows
@@ -239,6 +245,7 @@ def prepare_chunk(
     sD = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
     sBias = smem.allocate_tensor(F32, cute.make_layout(128), byte_alignment=16)
     sNorm, sTop = [smem.allocate_tensor(F32, cute.make_layout((64, 2)), byte_alignment=16) for _ in range(2)]
+    sBeta = smem.allocate_tensor(F32, cute.make_layout(64), byte_alignment=16)
     sBound = smem.allocate_tensor(F32, cute.make_layout(4), byte_alignment=16)
     bars = smem.allocate_array(cutlass.Int64, 2)  # g; k and q
 
@@ -379,6 +386,7 @@ def prepare_chunk(
             x_b = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x_b * F32(-LOG2E), fastmath=True))
         b[i] = x_b if t < left else F32(0.0)
         if c == 0 and side == KEYS:
+            sBeta[t] = b[i]
             mVec[number, hv, BETA + t] = b[i]
     cute.arch.sync_threads()
 
@@ -425,7 +433,7 @@ def prepare_chunk(
     inv_at, after_at, before_at = pair_of(sInv), pair_of(sAfter), pair_of(sBefore)
     x_at = I32(sX.iterator.toint()) + 16 * lane
     wide_step = 16 * wide.width // 8
-    for n in cutlass.range(4, unroll=1):
+    for n in cutlass.range_constexpr(4):
         four_of = cute.make_rmem_tensor((8,), F16)
         if cutlass.const_expr(not is_scalar):
             four_of = load_matrix((kq_at ^ 32 * n) + from_k(sKr), F16, True)
@@ -506,6 +514,8 @@ def prepare_chunk(
     if wid == TMA_WARP:
         to_memory(sKr, 2)
         cute.arch.cp_async_bulk_commit_group()
+    for i in cutlass.range_constexpr(2):
+        b[i] = sBeta[16 * block_row + r + 8 * i]  # not kept in registers through the first pass
     finished = pipeline.NamedBarrier(barrier_id=1, num_threads=160)  # A's diagonal blocks
     if side == KEYS:
         for j in cutlass.range_constexpr(2):
@@ -592,7 +602,10 @@ def prepare_chunk(
                 store_matrix(nothing, out_at ^ 32 * (block_row + d))
         block.store(diagP.load().to(dtype))
         store_matrix(block, out_at ^ 32 * block_row)
-        store_rows(sOut, mP, 64 * record, block_row, lane)
+        if cutlass.const_expr(has_zeros):
+            store_rows(sOut, mP, block_row, lane, record)
+        else:
+            store_quarters(sOut, mP, block_row, lane, record, UPPER_RIGHT)
         of_out.arrive()
         if wid == TMA_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -618,7 +631,10 @@ def prepare_chunk(
             if cutlass.const_expr(d > 0):
                 if block_row >= d:
                     store_matrix(nothing, out_at ^ 32 * (block_row - d))
-        store_rows(sOut, mT, 64 * record, block_row, lane)
+        if cutlass.const_expr(has_zeros):
+            store_rows(sOut, mT, block_row, lane, record)
+        else:
+            store_quarters(sOut, mT, block_row, lane, record, LOWER_LEFT)
 
 
 @cute.jit

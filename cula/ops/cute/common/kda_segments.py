@@ -50,35 +50,29 @@ def look_back(mVec: cute.Tensor, hv: I32, chunk0: I32, L: I32, segments: I32, i:
 
 
 @cute.jit
-def job_of(
-    mVec: cute.Tensor,
-    mCu: cute.Tensor,
-    hv: I32,
-    number: I32,
-    helpers: I32,
-    has_h0: I32,
-    L: I32,
-    length: I32,
-    steps: I32,
-):
-    """What a block has to do, of one launch that makes maps and walks: the first `helpers` numbers make maps only, the others are
-    those of segments.
+def segment_at(number: I32, mCu: cute.Tensor, L: I32, length: I32, steps: I32):
+    """(its sequence, first token and tokens of that, number of its first chunk, which of the segments this is, how many there are):
+    what follows from sizes and offsets alone."""
+    seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
+    chunks = (tokens + 63) // 64
+    segments = cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
+    return seq, begin, tokens, first_chunk(seq, begin, length), number - first_segment, segments
+
+
+@cute.jit
+def jobs_of(mVec: cute.Tensor, hv: I32, number: I32, helpers: I32, has_h0: I32, L: I32, chunk0: I32, i: I32, segments: I32):
+    """What the block of segment i, or a helper, has to do, of one launch that makes maps and walks: the first `helpers` numbers make
+    maps only, the others are those of segments.
 
     If any segment of a sequence starts cold, segment i < last makes its own B. The M's are made by the helpers, as many as there
     are (of a single sequence), and by the segments after theirs: a block makes at most one of each, and waits only for
     blocks before it, or itself.
 
-    Returns (its sequence, first token and tokens of that, number of its first chunk, number of its first segment, which of the
-    segments this is, how many there are, whether it walks, the chunk to walk from, the one after the last, whether it starts cold,
-    the segment whose B and the one whose M it makes, or -1).
+    Returns (whether it walks, over how many chunks before its own, whether it starts cold, the segment whose B and the one whose M
+    it makes, or -1).
     """
-    is_helper = number < helpers
-    own = cutlass.max(number - helpers, 0)
-    seq, first_segment, begin, tokens = place(own, 64 * L, mCu, length, steps)
-    chunk0 = first_chunk(seq, begin, length)
-    chunks = (tokens + 63) // 64
-    i, segments = own - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
     warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
+    is_helper = number < helpers
     is_walker = not is_helper and i < segments
     cold = I32(1) if is_walker and i > 0 and warm == 0 else I32(0)
     b_segment = i if any_cold == 1 and is_walker and i < segments - 1 else I32(-1)
@@ -86,8 +80,7 @@ def job_of(
     is_ours = is_helper or (is_walker and m_segment >= helpers)
     is_needed = m_segment < segments - 1 and (m_segment > 0 or has_h0 == 1)  # no M of the first without an initial state
     m_segment = m_segment if any_cold == 1 and is_ours and is_needed else I32(-1)
-    to_chunk = cutlass.min(i * L + L, chunks)
-    return seq, begin, tokens, chunk0, first_segment, i, segments, is_walker, i * L - warm, to_chunk, cold, b_segment, m_segment
+    return is_walker, warm if is_walker else I32(0), cold, b_segment, m_segment
 
 
 @cute.jit

@@ -89,4 +89,4 @@ def launch_state(
 def variants() -> Iterator[Variant]:
     for kind in kinds():
         uses = ("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix")
-        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state), uses=uses)
+        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state, True), uses=uses)

@@ -31,9 +31,9 @@ def launch_state(
     mH0, mHt = states
     has_h0, has_ht, per_segment, length, steps, segments, _, helpers = sizes
     lw, lv, lm = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES), tile_layout(128, 128, dtype=dtype)
-    lsq, lo = tile_layout(64, 64, STAGES, dtype), tile_layout(64, 64, 2)
+    lq, lo = tile_layout(32, 32, 4 * STAGES, dtype), tile_layout(64, 64, 2)
     tma_tiles, gTiles = tma_load(work.tiles, lw, (64, 128))
-    (tma_t, gT), (tma_p, gP) = [tma_load(t, lsq, (64, 64)) for t in (work.T, work.P)]
+    (tma_t, gT), (tma_p, gP) = [tma_load(t, lq, (32, 32)) for t in (work.T, work.P)]
     tma_vec, gVec = tma_load(work.all_vecs, cute.make_layout((1, VEC)), (1, VEC))
     tma_v, gV = tma_load(by_head(mV), lv, (64, 128))
     tma_o, gO = tma_store(by_head(mO), lo, (64, 64))
@@ -71,7 +71,6 @@ def launch_state(
         *mmas,
         lw,
         lv,
-        lsq,
         lo,
         lm,
         dtype,
@@ -87,4 +86,4 @@ def launch_state(
 def variants() -> Iterator[Variant]:
     for kind in kinds():
         uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state), uses=uses)
+        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state, False), uses=uses)

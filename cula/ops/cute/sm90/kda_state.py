@@ -12,8 +12,8 @@ Segments, warm and cold, are those of `common/kda_segments.py`; in map mode this
 
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
-| 0          | TMA loads                                  | 24        |
-| 4-7, 8-11  | the walk, 64 rows dv each                  | 240       |
+| 0          | TMA loads                                  | 40        |
+| 4-7, 8-11  | the walk, 64 rows dv each                  | 232       |
 
 | shared memory                 | bytes  |
 |-------------------------------|--------|
@@ -33,9 +33,10 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.kda_prepare import BETA, VEC
+from cula.ops.cute.common.fragments import at_address
+from cula.ops.cute.common.kda_prepare import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
-from cula.ops.cute.common.kda_segments import job_of
+from cula.ops.cute.common.kda_segments import jobs_of, segment_at
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -48,12 +49,14 @@ from cula.ops.cute.common.tiles import (
     seen_as_a,
     swapped,
     tile_at,
+    tile_layout,
     tma_split,
 )
 
 STAGES = 2
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-TILE_BYTES, SQUARE_BYTES, MAP_BYTES = 64 * 128 * 2, 64 * 64 * 2, 128 * 128 * 2
+OF_B, OF_M, TO_WARM = 0, 1, 2  # walks without output
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+TILE_BYTES, QUARTER_BYTES, MAP_BYTES = 64 * 128 * 2, 32 * 32 * 2, 128 * 128 * 2
 
 
 # What fp16 can hold
@@ -220,12 +223,12 @@ def feed(
     HV: I32,
     from_chunk: I32,
     to_chunk: I32,
-    is_map: cutlass.Constexpr,
+    is_silent: cutlass.Constexpr,
 ):
     """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Chunks before them were `count`; returns
     how many there are now."""
     (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
-    size = (3 * TILE_BYTES + SQUARE_BYTES if cutlass.const_expr(is_map) else 4 * TILE_BYTES + 2 * SQUARE_BYTES) + 4 * VEC
+    size = (3 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
     for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
         record, n = first_record + chunk * HV, count + chunk - from_chunk
         stage = n % STAGES
@@ -236,11 +239,13 @@ def feed(
         cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_t, t_g[None, record], t_s[None, stage], tma_bar_ptr=bar)
+        for quarter in (0, UPPER_RIGHT, 3):
+            cute.copy(tma_t, t_g[None, 4 * record + quarter], t_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
         cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, stage], tma_bar_ptr=bar)
-        if cutlass.const_expr(not is_map):
+        if cutlass.const_expr(not is_silent):
             cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, stage], tma_bar_ptr=bar)
-            cute.copy(tma_p, p_g[None, record], p_s[None, stage], tma_bar_ptr=bar)
+            for quarter in (0, LOWER_LEFT, 3):
+                cute.copy(tma_p, p_g[None, 4 * record + quarter], p_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
     return count + to_chunk - from_chunk
 
 
@@ -257,10 +262,10 @@ def walk(
 ):
     """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
 
-    `output` is (the first chunk with output, TMA atom, o as its tiles in shared and global memory, o by rows), or None for a map,
-    of which the half M does not see v. Returns how many chunks have passed, `count` before these.
+    `output` is (TMA atom, o as its tiles in shared and global memory, o by rows), or None where there is none. The half M of a map
+    does not see v. Returns how many chunks have passed, `count` before these.
     """
-    is_map, is_f16 = cutlass.const_expr(output is None), cutlass.const_expr(dtype is F16)
+    is_silent, is_f16 = cutlass.const_expr(output is None), cutlass.const_expr(dtype is F16)
     mma_x, mma_t, mma_s = w.mmas
     accS, factor = w.accS, w.factor
     bKb, bQg, bP, bT, bKr = w.operands
@@ -286,21 +291,21 @@ def walk(
             largest(V, top)
             for a in cutlass.range_constexpr(2):
                 top[a] = top[a] * factor[a]
-                if cutlass.const_expr(is_map):
+                if cutlass.const_expr(is_silent):
                     top[a] = top[a] if sees_v == 1 else F32(0.0)
             keep_in_range(S, top, factor)
         aS = seen_as_a(rounded(accS, dtype))
         issue(mma_x, accX, aS, bKb[None, None, None, stage], False)
-        if cutlass.const_expr(not is_map):
+        if cutlass.const_expr(not is_silent):
             issue(mma_x, accO, aS, bQg[None, None, None, stage], False)
         for j in cutlass.range_constexpr(cute.size(S, mode=[1])):  # meanwhile the state decays
             decay = w.sVec[0, at_s[0, j][1], stage]
             for a in cutlass.range_constexpr(2):
                 S[a, j] = S[a, j] * decay
-        warpgroup.wait_group(0 if cutlass.const_expr(is_map) else 1)  # R
+        warpgroup.wait_group(0 if cutlass.const_expr(is_silent) else 1)  # R
         for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
             beta = w.sVec[0, BETA + at_x[0, j][1], stage]
-            if cutlass.const_expr(is_map):
+            if cutlass.const_expr(is_silent):
                 beta = beta if sees_v == 1 else F32(0.0)
             for a in cutlass.range_constexpr(2):
                 x = V[a, j].to(F32)
@@ -314,34 +319,33 @@ def walk(
         issue(mma_t, accU, seen_as_a(rounded(accX, dtype)), bT[None, None, None, stage], False)
         warpgroup.wait_group(0)
         aU = seen_as_a(rounded(accU, dtype))
-        if cutlass.const_expr(not is_map):
+        if cutlass.const_expr(not is_silent):
             issue(mma_x, accO, aU, bP[None, None, None, stage], True)
         issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
-        if cutlass.const_expr(not is_map):
-            out_from, tma_o, o_tiles_s, o_tiles_g, o_rows = output
+        if cutlass.const_expr(not is_silent):
+            tma_o, o_tiles_s, o_tiles_g, o_rows = output
             warpgroup.wait_group(1)  # o; S is on its way
-            if chunk >= out_from:
-                if is_f16:
-                    unscale_rows(rows_and_columns(accO), factor)
-                rO = rounded(accO)
+            if is_f16:
+                unscale_rows(rows_and_columns(accO), factor)
+            rO = rounded(accO)
+            if is_storing:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            mine.arrive_and_wait()
+            cute.copy(w.store_o, w.store_o.retile(rO), o_s)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            mine.arrive_and_wait()
+            if left >= 64:
                 if is_storing:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                mine.arrive_and_wait()
-                cute.copy(w.store_o, w.store_o.retile(rO), o_s)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                mine.arrive_and_wait()
-                if left >= 64:
-                    if is_storing:
-                        cute.copy(tma_o, o_tiles_s, o_tiles_g[None, chunk])
-                        cute.arch.cp_async_bulk_commit_group()
-                else:  # TMA would write on into the next sequence
-                    for p in cutlass.range_constexpr(4):
-                        row = p * 16 + w.thread // 8
-                        if row < left:
-                            cute.autovec_copy(
-                                cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
-                                cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
-                            )
+                    cute.copy(tma_o, o_tiles_s, o_tiles_g[None, chunk])
+                    cute.arch.cp_async_bulk_commit_group()
+            else:  # TMA would write on into the next sequence
+                for p in cutlass.range_constexpr(4):
+                    row = p * 16 + w.thread // 8
+                    if row < left:
+                        cute.autovec_copy(
+                            cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
+                            cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
+                        )
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(w.empty + stage)
@@ -386,7 +390,6 @@ def state_kernel(
     mma_s: cute.TiledMma,
     lt: cute.ComposedLayout,
     lv: cute.ComposedLayout,
-    lsq: cute.ComposedLayout,
     lo: cute.ComposedLayout,
     lm: cute.ComposedLayout,
     dtype: cutlass.Constexpr,
@@ -398,29 +401,42 @@ def state_kernel(
     smem = SmemAllocator()
     sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
     sV = allocate_tile(smem, lv)
-    sT, sP = allocate_tile(smem, lsq, dtype), allocate_tile(smem, lsq, dtype)
+    # T and P by quarters [32, 32], of which one is zero and stays so: stage, columns, rows
+    square, quarters = tile_layout(64, 64, STAGES, dtype, columns_of=32), tile_layout(32, 32, 4 * STAGES, dtype)
+    sT, sP = allocate_tile(smem, square, dtype), allocate_tile(smem, square, dtype)
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
     full, empty, map_bars = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(3)]
+    sBegin = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+    hv, number, _ = cute.arch.block_idx()
+    HV = mVec.shape[1]
+    own_number = cutlass.max(number - helpers, 0)  # a helper's is that of the only sequence
+    seq, begin, tokens, chunk0, i, segments = segment_at(own_number, mCu, L, length, steps)
+    first_record, start, to_chunk = chunk0 * HV + hv, i * L, cutlass.min(i * L + L, (tokens + 63) // 64)
     if warp_id == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8)  # warps
-                cute.arch.mbarrier_init(map_bars + i, 1)
+            sBegin[0] = begin  # a chain of maps leaves no register for it
+            for stage in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, 8)  # warps
+                cute.arch.mbarrier_init(map_bars + stage, 1)
         for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
             cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
+    if warpgroup_id == 1:
+        zero = cute.make_rmem_tensor((8, 1), dtype)
+        zero.fill(0.0)
+        for stage in cutlass.range_constexpr(STAGES):
+            for tile, quarter in ((sT, LOWER_LEFT), (sP, UPPER_RIGHT)):
+                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
+                cute.autovec_copy(zero, at_address(at, dtype, 8, 16))
+        cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
-    hv, number, _ = cute.arch.block_idx()
-    HV = mVec.shape[1]
-    job = job_of(mVec, mCu, hv, number, helpers, has_h0, L, length, steps)
-    seq, begin, tokens, chunk0, first_segment, i, segments, is_walker, from_chunk, to_chunk, cold, b_segment, m_segment = job
-    first_record = chunk0 * HV + hv
+    is_walker, warm, cold, b_segment, m_segment = jobs_of(mVec, hv, number, helpers, has_h0, L, chunk0, i, segments)
 
     if warpgroup_id == 0:
         # -- the producer
@@ -430,8 +446,8 @@ def state_kernel(
             kb_s, tiles_g = tma_split(tma_tiles, sKb, tiles)
             qg_s, _ = tma_split(tma_tiles, sQg, tiles)
             kr_s, _ = tma_split(tma_tiles, sKr, tiles)
-            t_s, t_g = tma_split(tma_t, sT, cute.local_tile(gT, (64, 64), (None, 0)))
-            p_s, p_g = tma_split(tma_p, sP, cute.local_tile(gP, (64, 64), (None, 0)))
+            t_s, t_g = tma_split(tma_t, tile_at(sT, quarters, dtype), cute.local_tile(gT, (32, 32), (None, 0)))
+            p_s, p_g = tma_split(tma_p, tile_at(sP, quarters, dtype), cute.local_tile(gP, (32, 32), (None, 0)))
             e_s, e_g = tma_split(tma_vec, sVec, cute.local_tile(gVec, (1, VEC), (None, 0)))
             of_v = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 128), (None, 0))
             v_s, v_g = tma_split(tma_v, sV, of_v)
@@ -443,14 +459,14 @@ def state_kernel(
                 (tma_p, p_g, p_s),
             )
             count = I32(0)
-            for which in cutlass.range(2, unroll=1):
-                of_map = b_segment if which == 0 else m_segment
-                if of_map >= 0:
-                    count = feed(copies, full, empty, count, first_record, HV, of_map * L, of_map * L + L, True)
+            for task in cutlass.range(3, unroll=1):
+                is_on, from_chunk, chunks = span_of(task, b_segment, m_segment, start, warm, L)
+                if is_on:
+                    count = feed(copies, full, empty, count, first_record, HV, from_chunk, from_chunk + chunks, True)
             if is_walker:
                 if cold == 1:
                     chained.arrive_and_wait()
-                count = feed(copies, full, empty, count, first_record, HV, from_chunk, to_chunk, False)
+                count = feed(copies, full, empty, count, first_record, HV, start, to_chunk, False)
     else:
         # -- a consumer: 64 rows dv
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -488,40 +504,45 @@ def state_kernel(
         )
         count = I32(0)
 
-        # -- maps: B of our own segment, M of another
-        for which in cutlass.range(2, unroll=1):
-            of_map = b_segment if which == 0 else m_segment
-            if of_map >= 0:
+        # -- without output: B of our own segment, M of another, and the chunks that warm our own up
+        for task in cutlass.range(3, unroll=1):
+            is_on, from_chunk, chunks = span_of(task, b_segment, m_segment, start, warm, L)
+            if is_on:
                 factor.fill(1.0)
                 for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
                     for a in cutlass.range_constexpr(2):
-                        is_one = which == 1 and at_s[a, j][0] + 64 * part == at_s[a, j][1]
+                        is_one = task == OF_M and at_s[a, j][0] + 64 * part == at_s[a, j][1]
                         S[a, j] = F32(1.0) if is_one else F32(0.0)
-                count = walk(w, count, of_map * L, of_map * L + L, tokens, I32(1) - which, None, dtype)
-                if is_f16:
-                    unscale_rows(S, factor)
-                record = (first_segment + of_map) * HV + hv
-                if which == 0:
-                    cute.autovec_copy(accS, ours(mB[record, None, None]))
-                else:
-                    hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
-                    low.store((accS.load() - hi.load().to(F32)).to(dtype))
-                    cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
-                    cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
-                cute.arch.fence_acq_rel_gpu()
-                both.arrive_and_wait()
-                if warp_id == 4:
-                    with cute.arch.elect_one():
-                        cute.arch.red(mDone.iterator + record, I32(1), op="add", dtype="s32", sem="release", scope="gpu")
+                if task == TO_WARM and from_chunk == 0 and has_h0 == 1:
+                    cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
+                sees_v = I32(0) if task == OF_M else I32(1)
+                count = walk(w, count, from_chunk, from_chunk + chunks, tokens, sees_v, None, dtype)
+                if task != TO_WARM:
+                    if is_f16:
+                        unscale_rows(S, factor)
+                    record = (own_number - i + (b_segment if task == OF_B else m_segment)) * HV + hv
+                    if task == OF_B:
+                        cute.autovec_copy(accS, ours(mB[record, None, None]))
+                    else:
+                        hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
+                        low.store((accS.load() - hi.load().to(F32)).to(dtype))
+                        cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
+                        cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
+                    cute.arch.fence_acq_rel_gpu()
+                    both.arrive_and_wait()
+                    if warp_id == 4:
+                        with cute.arch.elect_one():
+                            cute.arch.red(mDone.iterator + record, I32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
         if is_walker:
             # -- the state to begin with
-            factor.fill(1.0)
-            accS.fill(0.0)
-            if has_h0 == 1 and (from_chunk == 0 or cold == 1):
-                cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
+            if warm == 0:
+                factor.fill(1.0)
+                accS.fill(0.0)
+                if has_h0 == 1:
+                    cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             if cold == 1:
-                record = first_segment * HV + hv
+                record = (own_number - i) * HV + hv
                 wait_for_maps(mDone, record, HV, i, has_h0)
                 both.arrive_and_wait()  # the tiles are free, too
                 cute.arch.fence_proxy("async.global")
@@ -548,17 +569,25 @@ def state_kernel(
                 chained.arrive_and_wait()
 
             # -- the chunks, and what is left
-            of_o = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
-            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_o)
-            o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
-            output = (i * L, tma_o, o_tiles_s[None, part], o_tiles_g, o_rows)
-            count = walk(w, count, from_chunk, to_chunk, tokens, I32(1), output, dtype)
+            of_sequence = lambda t: cute.local_tile(cute.domain_offset((sBegin[0], 0), t[None, None, hv]), (64, 64), (None, part))
+            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_sequence(gO))
+            o_rows = of_sequence(mO)
+            output = (tma_o, o_tiles_s[None, part], o_tiles_g, o_rows)
+            count = walk(w, count, start, to_chunk, tokens, I32(1), output, dtype)
             if is_f16:
                 unscale_rows(S, factor)
             if i == segments - 1 and has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
             if thread // 32 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def span_of(task: I32, b_segment: I32, m_segment: I32, start: I32, warm: I32, L: I32):
+    """(whether there is such a task, its first chunk, how many)."""
+    segment = b_segment if task == OF_B else m_segment
+    is_on = warm > 0 if task == TO_WARM else segment >= 0
+    return is_on, start - warm if task == TO_WARM else segment * L, warm if task == TO_WARM else L
 
 
 @cute.jit
