@@ -57,10 +57,13 @@ def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
     p, device = problem, x.q.device
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
-    q, k, v, g, beta = (
-        t if t is None or _is_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta)
+    x = x._replace(
+        q=_aligned(x.q),
+        k=_aligned(x.k),
+        v=_aligned(x.v),
+        g=None if x.g is None else _aligned(x.g),
+        beta=None if x.beta is None else _aligned(x.beta),
     )
-    x = x._replace(q=q, k=k, v=v, g=g, beta=beta)
     addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
     load(variant(p), ARCH)(*addresses, *_numbers(p, x, to), warps, stream_of(device))
     if to is not o:
@@ -115,6 +118,11 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
         return o
 
     return again
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy that is aligned."""
+    return t if _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(t: Tensor) -> bool:
