@@ -339,6 +339,9 @@ class DecodeProblem:
     has_intermediate_states: bool
     scale: float
     options: DecodeOptions
+    g_dtype: torch.dtype | None = None
+    beta_dtype: torch.dtype | None = None
+    has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
 
     @property
     def gate(self) -> str:
@@ -451,6 +454,9 @@ def check_decode(x: DecodeInputs, options: DecodeOptions, who: str = "cula_decod
         has_intermediate_states=x.intermediate_states is not None,
         scale=K**-0.5 if options.scale is None else float(options.scale),
         options=options,
+        g_dtype=None if g is None else g.dtype,
+        beta_dtype=None if beta is None else beta.dtype,
+        has_aligned_slots=state.data_ptr() % 16 == 0 and state.stride(0) * state.element_size() % 16 == 0,
     )
 
     def as_rows(t: Tensor) -> Tensor:

@@ -144,11 +144,13 @@ CUTE_LIGHTNING_HEAD_DIMS = (64, 128)
 
 
 def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
-    if op not in ("kda_fwd", "lightning_fwd"):
+    if op not in ("kda_fwd", "lightning_fwd", "decode"):
         return f"has no kernel for {op}"
     reason = _cute_why_not(problem, ((9, 0),))
     if reason is None and isinstance(problem, KdaProblem):
         reason = _cute_why_not_kda(problem)
+    elif reason is None and isinstance(problem, DecodeProblem):
+        reason = _cute_why_not_decode(problem)
     elif reason is None and (problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS):
         reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     return reason or loader.missing("sm_90a")
@@ -164,7 +166,7 @@ def _cute_sm100_why_not(op: str, problem: Problem) -> str | None:
 
 
 def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | None:
-    """What no CuTe prefill kernel for these compute capabilities takes."""
+    """What no CuTe kernel for these compute capabilities takes."""
     if problem.sm not in sms:
         where = f"the tensors are on {problem.device}" if problem.sm is None else f"this GPU has {problem.sm[0]}.{problem.sm[1]}"
         return f"needs compute capability {' or '.join(f'{major}.{minor}' for major, minor in sms)}, and {where}"
@@ -193,6 +195,25 @@ def _cute_why_not_kda(p: KdaProblem) -> str | None:
         return "does not return intermediate states"
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
+    return None
+
+
+def _cute_why_not_decode(p: DecodeProblem) -> str | None:
+    if p.T == 1:
+        return "takes 2 to 8 tokens a row: with one, Triton's kernel runs at the memory's speed"
+    if p.K != 128 or p.V != 128:
+        return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
+    if p.has_token_indices or p.has_accepted or p.has_intermediate_states:
+        return "does not keep the states of draft tokens"
+    if p.options.state_is_kv:
+        return "takes pools [P, HV, V, K], and this one is [P, HV, K, V]"
+    for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
+        if dtype not in (None, torch.bfloat16, torch.float32):
+            return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
+    if not p.has_aligned_slots:
+        return "reads 16 bytes at a time, and slots of the pool do not begin at multiples of that"
+    if p.N >= 2**16 or p.HV >= 2**16:
+        return "takes fewer than 2^16 rows and value heads a call"
     return None
 
 

@@ -132,7 +132,8 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
             cells += [_time(other, row["metric"]), summary.times(row["ratios"].get(p))]
             cells += [summary.error(summary.largest_error(other))] + ([_mib(other)] if has_peak else [])
         lines.append(cells)
-    return [f"## {suite}: {SUITES[suite]}", "", *_md_table(head, lines), ""]
+    after = [f"- {text}" for text in summary.more_tokens(rows)]
+    return [f"## {suite}: {SUITES[suite]}", "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
 
 
 def _time(entry: dict[str, Any], metric: str) -> str:
@@ -229,6 +230,7 @@ def _md_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 def screen(result: Result) -> str:
     """What a run shows at its end."""
     parts = [table(summary.HEAD, [g.cells() for g in summary.groups(result["rows"])])] if result["rows"] else []
+    parts += summary.more_tokens(result["rows"])
     parts += [f"{p['title']}: {p['reason']}" for p in result["peers"].values() if p["status"] == "absent"]
     parts += summary.problems(result["rows"])
     if result["left_out"]:

@@ -144,6 +144,26 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     return [Group(suite, name, tuple(members)) for (suite, name), members in found.items()]
 
 
+def more_tokens(rows: Sequence[Row]) -> list[str]:
+    """What several tokens a row cost a decode beside one, for each operation and dtype of states: one sentence each."""
+    times_of: dict[tuple[Any, ...], dict[tuple[Any, ...], tuple[float, str]]] = {}
+    for row in rows:
+        case, entry = row["case"], ours(row)
+        if row["suite"] == "decode" and entry["status"] == "ok":
+            pool, tokens = case.get("pool", "float32"), case["lens"][0]
+            shape = (len(case["lens"]), case["H"], case["HV"], case["K"], case["V"], case["gate"], row.get("forced"))
+            times_of.setdefault((row["op"], pool, tokens), {})[shape] = (entry[row["metric"]], row["label"])
+    said = []
+    for (op, pool, tokens), found in times_of.items():
+        one = times_of.get((op, pool, 1), {})
+        if pairs := [(time / one[shape][0], label) for shape, (time, label) in found.items() if tokens > 1 and shape in one]:
+            worst, label = max(pairs)
+            name = f"{op.replace('_', ' ')}, {pool} states"
+            mean = times(geomean(ratio for ratio, _ in pairs))
+            said.append(f"{name}: {tokens} tokens / 1 token {mean}, at worst {times(worst)} ({label})")
+    return said
+
+
 def problems(rows: Sequence[Row]) -> list[str]:
     """Every entry, ours or a peer's, that raised or was wrong: one sentence each."""
     said = []

@@ -160,3 +160,17 @@ def test_rows_of_a_forced_backend_stand_beside_the_others(result):
     names = [group.name for group in summary.groups(rows)]
     assert "kda-prefill, fast gate" in names and "kda-prefill, fast gate, backend triton" in names
     assert report.merge([result, result]) == report.merge([result])
+
+
+def test_several_tokens_are_compared_with_one():
+    def row(tokens, N, ms, op="kda_decode", pool="float32", status="ok"):
+        case = {"lens": [tokens] * N, "pool": pool, "H": 2, "HV": 2, "K": 128, "V": 128, "gate": "fast", "flags": []}
+        entries = {"cula": {"status": status, "time_ms": ms}}
+        return {"suite": "decode", "op": op, "case": case, "label": f"N={N} T={tokens}", "metric": "time_ms", "entries": entries}
+
+    rows = [row(1, 1, 2.0), row(1, 8, 4.0), row(4, 1, 2.0), row(4, 8, 9.0), row(4, 64, 9.0), row(4, 8, 1.0, pool="bfloat16")]
+    rows.append(row(4, 1, 1.0, op="lightning_decode"))
+    said = ["kda decode, float32 states: 4 tokens / 1 token 1.50x, at worst 2.25x (N=8 T=4)"]
+    assert summary.more_tokens(rows) == said
+    assert summary.more_tokens([*rows[1:], row(1, 1, 2.0, status="wrong")]) == [said[0].replace("1.50x", "2.25x")]
+    assert summary.more_tokens(rows[2:]) == []

@@ -24,6 +24,7 @@ Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; noth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -32,12 +33,13 @@ from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
 from cula.ops import Plan
-from cula.ops.host import empty, form_of
+from cula.ops.host import current_stream, empty, form_of
 from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_NORM_EPS = tl.constexpr(1e-6)
-ANY_ADDRESS = ["indices", "accepted"]  # parameters that one kernel takes at any address: often views of a longer vector
+# Parameters that one kernel takes at any address: of these it reads one number at a time.
+ANY_ADDRESS = ["indices", "beta", "A_log", "decay", "accepted"]
 
 
 # Device code
@@ -357,7 +359,7 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
     the same, and so the strides that x has.
     """
-    if not x.q.is_cuda or any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
+    if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
     like_v = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)
     grid, tensors, rest, num_warps = _arguments(problem, x, like_v.view(x.v.shape) if x.out is None else x.out)
@@ -368,20 +370,41 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     if bits % ALIGNMENT:
         return None
     launch = Launch(decode_kernel, grid, tensors, rest, num_warps=num_warps)
+    fits, run, before, after, rest, device = launch.fits, launch.run, launch.before, launch.after, launch.rest, launch.device
     form = form_of(like_v)
     del like_v, tensors, x, given
 
-    def again(call: Sequence[Tensor | None]) -> Tensor | None:
-        if not launch.fits():
+    # Addresses one by one: a loop over the tensors and a call of its own for the launch took as long as all of this.
+    def again(call: Sequence[Any]) -> Tensor | None:
+        if not fits():
             return None
-        out = call[12]
-        if out is None:
-            out = empty(*form)
-        addresses = [0 if t is None else t.data_ptr() for t in (*call[:12], out)]
-        q, k, v, pool, _, g, beta, A_log, dt_bias, decay, _, kept, o = addresses  # but those of ANY_ADDRESS
-        if (q | k | v | pool | g | beta | A_log | dt_bias | decay | kept | o) % ALIGNMENT:
+        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, accepted, kept, out = call
+        o = empty(*form) if out is None else out
+        q_at, k_at, v_at, pool_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr(), o.data_ptr()
+        g_at = 0 if g is None else g.data_ptr()
+        bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
+        kept_at = 0 if kept is None else kept.data_ptr()
+        if (q_at | k_at | v_at | pool_at | g_at | bias_at | kept_at | o_at) % ALIGNMENT:  # all but those of ANY_ADDRESS
             return None
-        launch(*addresses)
-        return out
+        run(
+            *before,
+            current_stream(device),
+            *after,
+            q_at,
+            k_at,
+            v_at,
+            pool_at,
+            0 if indices is None else indices.data_ptr(),
+            g_at,
+            0 if beta is None else beta.data_ptr(),
+            0 if A_log is None else A_log.data_ptr(),
+            bias_at,
+            0 if decay is None else decay.data_ptr(),
+            0 if accepted is None else accepted.data_ptr(),
+            kept_at,
+            o_at,
+            *rest,
+        )
+        return o
 
     return again

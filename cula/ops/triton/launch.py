@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from cula.ops.host import current_device, current_stream
+from cula.ops.host import current_device
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
 
@@ -20,7 +20,12 @@ class Launch:
     """A kernel compiled for certain shapes, strides and dtypes, to be launched on any tensors that have them.
 
     Triton's own call derives the specialisation from every argument each time, which takes the host several times as
-    long as a short kernel takes the GPU. Here only addresses and the stream are new.
+    long as a short kernel takes the GPU. Here only addresses and the stream are new. A caller in a hurry puts them in place by
+    itself; a function that does it would be a third of what is left for Python to do:
+
+        launch.run(*launch.before, current_stream(launch.device), *launch.after, *addresses, *launch.rest)
+
+    Addresses stand in the order of the tensors, 0 for None.
 
     Args:
         kernel: a `triton.jit` function whose first parameters are the tensors.
@@ -33,18 +38,14 @@ class Launch:
     def __init__(self, kernel: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequence[Any], **options: Any):
         compiled = kernel.warmup(*tensors, *rest, grid=(grid,), **options)
         self.device: int = driver.active.get_current_device()
-        self._rest = tuple(rest)
+        self.rest = tuple(rest)
         run = compiled.run  # loads the module, so that `function` is there
         after_stream = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._run, self._before, self._after = _unwrapped(run, (grid, 1, 1), after_stream, (*tensors, *rest))
+        self.run, self.before, self.after = _unwrapped(run, (grid, 1, 1), after_stream, (*tensors, *rest))
 
     def fits(self) -> bool:
         """Whether a launch may happen now: on the kernel's device, and with no profiler that wants to hear of it."""
         return current_device() == self.device and not _is_hooked()
-
-    def __call__(self, *addresses: int) -> None:
-        """Launch on the current stream. Addresses stand in the order of the tensors, 0 for None."""
-        self._run(*self._before, current_stream(self.device), *self._after, *addresses, *self._rest)
 
 
 def _unwrapped(run: Any, grid: tuple[int, int, int], after_stream: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:

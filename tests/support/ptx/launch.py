@@ -12,15 +12,15 @@ from tests.support.ptx.values import SMEM_BYTES, SimulationError, Unsupported
 
 
 @functools.lru_cache(maxsize=64)
-def prepared(ptx, kernel):
+def prepared(ptx, kernel, size=None):
     """The parsed program and a block to run it in; translated code stays with them."""
-    program = Program(ptx, kernel)
+    program = Program(ptx, kernel, size)
     if np.prod(program.block) % 32:
         raise Unsupported("a block size that is not a multiple of 32")
     return program, Block(program)
 
 
-def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late"):
+def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None):
     """Run a kernel.
 
     Args:
@@ -31,8 +31,9 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late"):
         gmem: the GlobalMemory that parameters point into.
         smem_bytes: dynamic shared memory of the launch.
         order: a name of ORDERS.
+        size: threads of a block along x, y, z; None for a kernel that says it itself.
     """
-    program, block = prepared(ptx, kernel)
+    program, block = prepared(ptx, kernel, size)
     if len(program.params) != len(parameters):
         raise SimulationError(f"{len(program.params)} kernel parameters expected, {len(parameters)} given")
     if smem_bytes > SMEM_BYTES:

@@ -140,8 +140,10 @@ def full(v, m, value):
     return value if m is None else value[m]
 
 
-def load(v, m, space, address, offset, width, rows):
+def load(v, m, space, address, offset, width, rows, is_signed=False):
+    """Into registers that may be wider."""
     words, at = v.block.locate(space, addresses(v, m, address, offset), width, len(rows))
+    words = words.view(words.dtype.str.replace("u", "i")) if is_signed else words
     for j, row in enumerate(rows):
         if row is None:
             continue

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX text to numbered instructions and registers; straight-line pieces of it to Python functions, made when first needed."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Segment(NamedTuple):
 class Program:
     """One kernel: its instructions, labels, parameters and registers."""
 
-    def __init__(self, ptx, name=None):
+    def __init__(self, ptx, name=None, block=None):
         ptx = re.sub(r"//[^\n]*", "", ptx)
         shared = re.search(r"\.extern \.shared .*? (\w+)\[\]", ptx)
         self.smem_name = shared[1] if shared else ""
@@ -55,8 +56,7 @@ class Program:
             self.params[param] = (at, size)
             at += size
         self.param_bytes = at
-        self.block = [int(x) for x in re.search(r"\.reqntid\s+([\d, ]+)", head[3])[1].split(",")]
-        self.block += [1] * (3 - len(self.block))
+        self.block = block_size(head[3], block)
         self.registers, self.count = {}, dict.fromkeys("UDHP", 0)
         self.constants, self.environment = {}, dict(operations.ENVIRONMENT)
         self.code, self.labels = [], {}
@@ -215,3 +215,16 @@ class Program:
         writes = sorted({self.registers[name] for i in instructions for name in i.writes})
         is_collective = any(i.parts[0] in COLLECTIVES for i in instructions)
         return Segment(self.environment.pop("segment"), end, writes, instructions, is_collective)
+
+
+def block_size(directives, launched):
+    """Threads along x, y, z: what the kernel requires, or what it is launched with where it sets no more than a limit."""
+    said = re.search(r"\.(reqntid|maxntid)\s+([\d, ]+)", directives)
+    sizes = [int(x) for x in said[2].split(",")]
+    sizes += [1] * (3 - len(sizes))
+    if launched is None and said[1] == "reqntid":
+        return sizes
+    fits = list(launched) == sizes if said[1] == "reqntid" else math.prod(launched) <= math.prod(sizes)
+    if not fits:
+        raise SimulationError(f"a block of {tuple(launched)} threads, and the kernel has .{said[1]} {said[2].strip()}")
+    return list(launched)

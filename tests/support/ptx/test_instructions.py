@@ -54,6 +54,8 @@ INTEGER = {
     "prmt.b32 %r3, %r1, 0, 0x0123;": U.byteswap(),
     "shf.l.wrap.b32 %r3, %r1, %r2, 8;": V << np.uint32(8) | U >> np.uint32(24),
     "shf.r.wrap.b32 %r3, %r1, %r2, 8;": U >> np.uint32(8) | V << np.uint32(24),
+    "ld.global.s32 %rd4, [%rd0]; shr.u64 %rd4, %rd4, 32; cvt.u32.u64 %r3, %rd4;": (S >> 31).view(np.uint32),
+    "ld.global.u32 %rd4, [%rd0]; shr.u64 %rd4, %rd4, 32; cvt.u32.u64 %r3, %rd4;": 0 * U,
     "mul.hi.u32 %r3, %r1, %r2;": (U.astype(np.uint64) * V >> np.uint64(32)).astype(np.uint32),
     "mul.hi.s32 %r3, %r1, 7;": (S.astype(np.int64) * 7 >> 32).astype(np.int32),
     "div.s32 %r3, %r1, 1000;": np.trunc(S / 1000).astype(np.int32),

@@ -249,7 +249,8 @@ def memory(R, program, i):
         return ";".join(f"{row}[...]=v.parameter({at + j * width},{width})" for j, row in enumerate(rows))
     if base is None:
         base, offset = program.constant("D", offset), 0
-    return f"{'load' if name == 'ld' else 'store'}(v,m,{space!r},{base},{offset},{width},({','.join(rows)},))"
+    signed = ",True" if name == "ld" and i.parts[-1].startswith("s") else ""
+    return f"{'load' if name == 'ld' else 'store'}(v,m,{space!r},{base},{offset},{width},({','.join(rows)},){signed})"
 
 
 def red(R, program, i):

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of several tokens a row on the CuTe kernels: which kernel, how many rows a block, and the launch.
+
+`sm90/decode.py` says what the kernels compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.contract import DecodeInputs, DecodeProblem
+from cula.ops import Plan
+from cula.ops.cute.loader import load
+from cula.ops.cute.tensors import address, stream_of
+from cula.ops.host import current_device, current_stream, empty, form_of
+
+ARCH = "sm_90a"
+TOKENS = (2, 4, 8)  # that kernels are compiled for
+SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+# Bits of the kernel's flags, in the order of sm90/decode_common.py.
+IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
+    1 << i for i in range(10)
+)
+TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
+F32_BYTES = 16  # gates in float32, and states of either kind
+
+
+def variant(problem: DecodeProblem) -> str:
+    """The kernel's name."""
+    T = next(T for T in TOKENS if T >= problem.T)
+    return f"decode_{T}_{SHORT[problem.pool_dtype]}"
+
+
+def num_warps(problem: DecodeProblem) -> int:
+    """Of a block, with 16 rows of a state each.
+
+    H200, H = 32, the best of 2, 4 and 8 for N = 1 / 8 / 64 / 256. float32: 4, but 8 for eight tokens at N = 8. bfloat16: two
+    tokens 2 / 2 / 4 / 4, four 4 / 4 / 8 / 8 (by 1 to 2 %), eight 4 / 8 / 8 / 8.
+    """
+    if problem.pool_dtype == torch.float32:
+        return 4
+    is_large = problem.T * problem.N * problem.HV >= 2048
+    return (2 if problem.T == 2 else 4) * (2 if is_large else 1)
+
+
+def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
+    """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` in place."""
+    return run(problem, x, num_warps(problem))
+
+
+def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
+    """Launch with a given number of warps; returns o."""
+    p, device = problem, x.q.device
+    o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
+    to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
+    x = x._replace(
+        q=_aligned(x.q),
+        k=_aligned(x.k),
+        v=_aligned(x.v),
+        g=None if x.g is None else _aligned(x.g),
+        beta=None if x.beta is None else _aligned(x.beta),
+    )
+    addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
+    load(variant(p), ARCH)(*addresses, *_numbers(p, x, to), warps, stream_of(device))
+    if to is not o:
+        o.copy_(to)
+    return o
+
+
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
+    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+
+    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has. It returns None for addresses that the kernel cannot read.
+    """
+    if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
+        return None
+    p, device = problem, x.q.device
+    o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
+    if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
+        return None
+    kernel, numbers, form_of_o = load(variant(p), ARCH), (*_numbers(p, x, o), num_warps(p)), form_of(o)
+    gate_bytes, index = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES, device.index
+    if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
+        gate_bytes = 1
+    del o, x, given
+
+    def again(tensors: Sequence[Any]) -> Tensor | None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return again(tensors)
+        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, _, _, out = tensors
+        q_at, k_at, v_at, pool_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr()
+        g_at = 0 if g is None else g.data_ptr()
+        o = empty(*form_of_o) if out is None else out
+        o_at = o.data_ptr()
+        if (q_at | k_at | v_at | o_at) % TOKEN_BYTES or pool_at % F32_BYTES or g_at % gate_bytes:
+            return None
+        kernel(
+            q_at,
+            k_at,
+            v_at,
+            pool_at,
+            0 if indices is None else indices.data_ptr(),
+            g_at,
+            0 if beta is None else beta.data_ptr(),
+            0 if A_log is None else A_log.data_ptr(),
+            0 if dt_bias is None else dt_bias.data_ptr(),
+            0 if decay is None else decay.data_ptr(),
+            o_at,
+            *numbers,
+            current_stream(index),
+        )
+        return o
+
+    return again
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy that is aligned."""
+    return t if _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether four channels can be read or written at a time, and places in a row counted with 32 bits.
+
+    t is [N, T, heads, channels], or [N, T, heads] with one number a head.
+    """
+    unit = 4 if t.dim() == 4 else 1
+    row, *inside = t.stride()
+    if t.dim() == 4 and inside.pop() != 1:
+        return False
+    is_near = sum(size * stride for size, stride in zip(t.shape[1:], inside)) < 2**31
+    return is_near and t.data_ptr() % (unit * t.element_size()) == 0 and all(s % unit == 0 for s in (row, *inside))
+
+
+def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float, ...]:
+    """The other arguments but the number of warps, in the order of `sm90/decode.py`."""
+    options = p.options
+    tokens = (x.q, x.k, x.v, o, x.g, x.beta)
+    beta_top = 0.0
+    if options.use_beta_sigmoid_in_kernel:
+        beta_top = 2.0 if options.allow_neg_eigval else 1.0
+    flags = (
+        IS_KDA * options.is_kda
+        | USE_NORM * options.use_qk_l2norm_in_kernel
+        | IS_SOFTPLUS * (p.gate == "softplus")
+        | IS_BOUNDED * (p.gate == "bounded")
+        | G_IS_F32 * _is_f32(x.g)
+        | BETA_IS_F32 * _is_f32(x.beta)
+        | INDEX_IS_I64 * (x.state_indices is not None and x.state_indices.dtype == torch.int64)
+        | ZERO_IS_NULL * options.null_is_nonpositive
+        | COMMIT * options.commit
+        | IS_SCALAR * p.has_scalar_gate
+    )
+    return (
+        *(_strides(t)[0] for t in tokens),
+        x.state.stride(0),
+        _strides(x.state_indices)[0],
+        *(stride for t in tokens for stride in _strides(t)[1:3]),
+        _strides(x.A_log)[0],
+        *_strides(x.dt_bias)[:2],
+        _strides(x.decay)[0],
+        p.scale,
+        options.lower_bound or 0.0,
+        beta_top,
+        p.N,
+        p.HV,
+        p.HV // p.H,
+        p.T,
+        flags,
+    )
+
+
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    """At least three, 0 where there is none."""
+    return (*(() if t is None else t.stride()), 0, 0, 0)
+
+
+def _is_f32(t: Tensor | None) -> bool:
+    return t is not None and t.dtype == torch.float32

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode, what meets a state in bfloat16, on tensor cores: mma.sync, two to eight tokens. `decode.py` has the formulas.
+
+Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (0 or 1), and loads 16 bytes of
+them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both factors agree, so what was
+loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3.
+
+A float32 factor is a sum of two in bfloat16, the upper half of its bits and the rest (`split`): 16 bits of it, where outputs and
+states keep 8.
+  1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts
+     as rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
+     at numbers 2c and 2c + 1 of both sides, which are rows 4c .. 4c + 3 of the warp's, so next to each other.
+  2. The recurrence of u. Lane (i, c) has b_i (v_i - R_i); column i of (-b A; P) times u_i, which all lanes are told, is added.
+  3. S_T starts as e^{G_T} S0 in float32, and is the accumulator of two products m16n8k8 for every 8 columns and four tokens. The
+     reduction is over tokens and parts: lane c has (u_hi, u_lo) times (w_hi, w_lo) of token c, then (u_lo, u_hi) times the same.
+
+| in shared memory, words                   | what                                                                               |
+|-------------------------------------------|------------------------------------------------------------------------------------|
+| `vectors` [8 steps, 2T, 4 (c), 4]         | A of 1: of a vector, parts (first, second) of two channels, then of the other two  |
+| with eight tokens [8, 2 parts, 8, 4, 4]   | (R, Q) of two channels, then of the other two                                      |
+| `writes` [T / 4, 4 (j), 4 (c), 8 (g'), 4] | B of 3: (w_hi, w_lo) of token c, channel 32 j + 8 (g / 2) + 2 e + g % 2            |
+| the last 128 of `writes`                  | e^{G_T}, float32                                                                   |
+
+g' is g ^ 2c, with which a quarter of a warp's 16-byte reads fall into different banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.cute.nvgpu import warp
+
+from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
+from cula.ops.cute.sm90.decode_common import COMMIT, D, read_four, vector_at, widened
+
+LANES = 4  # of a row
+LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
+STEPS = D // 16
+ROWS = 4  # of a lane, once the vectors have met the state
+SAME_C = (LANES - 1) << 8 | 31  # a shuffle's segments: lanes of the same c
+
+
+def first_row(lane: Any) -> Any:
+    """Of those that a lane reads v and writes o of, among its warp's."""
+    return lane % LANES * ROWS
+
+
+def groups(T: int) -> int:
+    """Of up to four tokens."""
+    return max(T // 4, 1)
+
+
+@cute.jit
+def load_values(v: Int64, v_token: I32, tokens: I32, T: cutlass.Constexpr, lane: I32):
+    """Of v, lanes of g = i want token i. v is the address of the lane's rows of token 0."""
+    values = cute.make_rmem_tensor((ROWS // 2,), I32)
+    values.fill(0)
+    token = lane // LANES
+    if token < tokens:
+        cute.autovec_copy(vector_at(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
+    return values
+
+
+@cute.jit
+def write_zeros(to: Int64, o_token: I32, tokens: I32, lane: I32):
+    zeros = cute.make_rmem_tensor((ROWS,), BF16)
+    zeros.fill(0.0)
+    token = lane // LANES
+    if token < tokens:
+        cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+
+
+def state_at(state: Any, lane: Any) -> Any:
+    """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where its row `first_row` begins.
+
+    Number g of a side is row 4 (g / 2) + g % 2 + 2 side: then numbers 2c and 2c + 1 of both sides are rows 4c .. 4c + 3.
+    """
+    g, c = lane // LANES, lane % LANES
+    row = g // 2 * 4 + g % 2 - first_row(lane)
+    return cute.make_tensor(
+        at_address(BF16, state + Int64(row * 2 * D + c * 16), 16), cute.make_layout((8, LOADS, 2), stride=(1, 8 * LANES, 2 * D))
+    )
+
+
+# Parts
+
+
+@cute.jit
+def split(x: cute.Tensor):
+    """float32 numbers as sums of two: one that is its upper half, and the rest."""
+    high, low = cute.make_rmem_tensor_like(x), cute.make_rmem_tensor_like(x)
+    bits, of_high = cute.recast_tensor(x, I32), cute.recast_tensor(high, I32)
+    for e in cutlass.range_constexpr(cute.size(x)):
+        of_high[e] = bits[e] & I32(-65536)
+    for e in cutlass.range_constexpr(cute.size(x)):
+        low[e] = x[e] - high[e]
+    return high, low
+
+
+@cute.jit
+def packed(x: F32, y: F32):
+    """Two numbers rounded to bfloat16, x in the lower half of a word."""
+    pair, word = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), BF16)
+    pair[0], pair[1] = x, y
+    word.store(pair.load().to(BF16))
+    return cute.recast_tensor(word, I32)[0]
+
+
+def words_at(table: Any, position: Any, count: int) -> Any:
+    """`count` words of a table at a multiple of `count`."""
+    pointer = cute.recast_ptr(table.iterator, dtype=I32) + cute.assume(position, divby=count)
+    return cute.make_tensor(pointer.align(4 * count), cute.make_layout(count))
+
+
+@cute.jit
+def put(
+    tables: cutlass.Constexpr,
+    T: cutlass.Constexpr,
+    i: I32,
+    lane: I32,
+    key: cute.Tensor,
+    query: cute.Tensor,
+    write: cute.Tensor,
+):
+    """Token i's -b k e^G, q e^G and k e^{G_T - G}, four channels a lane, to the tables."""
+    vectors, writes = tables[0], tables[1]
+    j, eighth, half = lane // 8, lane // 2 % 4, lane % 2  # channels 32 j + 8 eighth + 4 half ..
+    parts = (*split(key), *split(query))
+    pairs = ((parts[0], parts[1]), (parts[2], parts[3])) if T <= 4 else ((parts[0], parts[2]), (parts[1], parts[3]))
+    for n, pair in enumerate(pairs):
+        words = cute.make_rmem_tensor((4,), I32)
+        for e in cutlass.range_constexpr(2):
+            for w, x in enumerate(pair):
+                words[2 * e + w] = packed(x[2 * e], x[2 * e + 1])
+        vector = 2 * T * (2 * j + half) + (n * min(T, 8) + i)
+        cute.autovec_copy(words, words_at(vectors, (vector * 4 + eighth) * 4, 4))
+    high, low = split(write)
+    c, group = i % LANES, i // LANES
+    for odd in cutlass.range_constexpr(2):
+        words = cute.make_rmem_tensor((2,), I32)
+        for e in cutlass.range_constexpr(2):
+            words[e] = packed(high[2 * e + odd], low[2 * e + odd])
+        to = ((group * LOADS + j) * min(T, 4) + c) * 8 + ((2 * eighth + odd) ^ (2 * c))
+        cute.autovec_copy(words, words_at(writes, to * 4 + 2 * half, 2))
+
+
+@cute.jit
+def decode_rows(
+    stored: cute.Tensor,
+    gS: cute.Tensor,
+    values: cute.Tensor,
+    tables: cutlass.Constexpr,
+    tokens: I32,
+    flags: I32,
+    T: cutlass.Constexpr,
+    lane: I32,
+    to: Int64,
+    o_token: I32,
+):
+    """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+    vectors, writes, mix, strengths = tables[:4]
+    g, c = lane // LANES, lane % LANES
+    role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q
+    words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
+
+    # R and Q
+    parts = max(T // 4, 1)  # in products of their own
+    k16 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)))
+    acc = cute.make_rmem_tensor((2, 2, 2), F32)  # [number 2c or 2c + 1, vector g or g + 8, side]
+    acc.fill(0.0)
+    for s in cutlass.range_constexpr(STEPS):
+        for part in cutlass.range_constexpr(parts):
+            a = cute.make_rmem_tensor((4,), I32)
+            cute.autovec_copy(words_at(vectors, (((s * parts + part) * min(2 * T, 8) + role) * 4 + c) * 4, 4), a)
+            for side in cutlass.range_constexpr(2):
+                multiply(k16, flat(acc, 4 * side, 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
+    x = cute.make_rmem_tensor((ROWS, groups(T)), F32)  # b (v - R) or Q; with eight tokens both
+    for r in cutlass.range_constexpr(ROWS):
+        if cutlass.const_expr(T <= 4):
+            x[r, 0] = acc[r % 2, 0, r // 2] + acc[r % 2, 1, r // 2]
+        else:
+            x[r, 0], x[r, 1] = acc[r % 2, 0, r // 2], acc[r % 2, 1, r // 2]
+
+    # u and o
+    strength = strengths[role] if role < T else F32(0.0)
+    of_v = widened(values, I32(0), ROWS)
+    for r in cutlass.range_constexpr(ROWS):
+        x[r, 0] += strength * of_v[r]
+    for i in cutlass.range_constexpr(T):
+        u = cute.make_rmem_tensor((ROWS,), F32)
+        for r in cutlass.range_constexpr(ROWS):
+            u[r] = cute.arch.shuffle_sync(x[r, 0], LANES * i, mask_and_clamp=SAME_C)
+        for p in cutlass.range_constexpr(groups(T)):
+            m = mix[(8 * p + role) * T + i]
+            for r in cutlass.range_constexpr(ROWS):
+                x[r, p] += m * u[r]
+    token = g if cutlass.const_expr(T == 8) else g - T
+    if token >= 0 and token < tokens:
+        out = cute.make_rmem_tensor((ROWS,), BF16)
+        for r in cutlass.range_constexpr(ROWS):
+            out[r] = x[r, groups(T) - 1].to(BF16)
+        cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+
+    if (flags & COMMIT) != 0:
+        write_state(words, x, writes, T, lane)
+        cute.autovec_copy(stored, gS)
+
+
+@cute.jit
+def write_state(words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, T: cutlass.Constexpr, lane: I32):
+    """S0 becomes S_T. Lane (i, c) has u of token i and rows 4c .. 4c + 3 in `x[:, 0]`."""
+    g, c = lane // LANES, lane % LANES
+    a = cute.make_rmem_tensor((2, 2, groups(T)), I32)  # [side, order of parts]
+    for p in cutlass.range_constexpr(groups(T)):
+        source = LANES * (c + LANES * p) + g // 2  # has u of token c, or c + 4, and four rows
+        for side in cutlass.range_constexpr(2):
+            even, odd = [cute.arch.shuffle_sync(x[2 * side + e, 0], source) for e in range(2)]
+            mine = cute.make_rmem_tensor((1,), F32)
+            mine[0] = odd if g % 2 == 1 else even
+            if cutlass.const_expr(T < LANES):
+                mine[0] = mine[0] if c < T else F32(0.0)
+            high, low = split(mine)
+            a[side, 0, p], a[side, 1, p] = packed(high[0], low[0]), packed(low[0], high[0])
+    k8 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 8)))
+    for j in cutlass.range_constexpr(LOADS):
+        w = cute.make_rmem_tensor((4, groups(T)), I32)
+        for p in cutlass.range_constexpr(groups(T)):
+            own = c % min(T, LANES)
+            at = ((p * LOADS + j) * min(T, LANES) + own) * 8 + (g ^ (2 * own))
+            cute.autovec_copy(words_at(writes, at * 4, 4), flat(w, 4 * p, 4))
+        for half in cutlass.range_constexpr(2):
+            decay = read_four(writes, T * D + 32 * j + 8 * c + 4 * half)
+            for e in cutlass.range_constexpr(2):
+                n = 2 * half + e  # the lane's columns 2n, 2n + 1 of its 8
+                S = cute.make_rmem_tensor((2, 2), F32)  # [column, side]
+                for side in cutlass.range_constexpr(2):
+                    of_row = widened(flat(words, n + 4 * j + 4 * LOADS * side, 1), I32(0), 2)
+                    for odd in cutlass.range_constexpr(2):
+                        S[odd, side] = of_row[odd] * decay[2 * e + odd]
+                for p in cutlass.range_constexpr(groups(T)):
+                    for order in cutlass.range_constexpr(2):
+                        multiply(k8, S, flat(a, 4 * p + 2 * order, 2), flat(w, 4 * p + n, 1))
+                for side in cutlass.range_constexpr(2):
+                    flat(words, n + 4 * j + 4 * LOADS * side, 1)[0] = packed(S[0, side], S[1, side])
+
+
+def flat(t: Any, start: int, size: int) -> Any:
+    """`size` registers of a compact array as a vector."""
+    return cute.make_tensor(t.iterator + start, cute.make_layout(size))
+
+
+def multiply(atom: Any, acc: Any, a: Any, b: Any) -> None:
+    """acc [16, 8] += a b^T: four registers, and words of two numbers: four of a and two of b, or half as many."""
+    d = cute.make_tensor(acc.iterator, cute.make_layout(((2, 2), 1, 1)))
+    of_a = (2, 2, 2) if cute.size(a) == 4 else (2, 2)
+    of_b = (2, 2) if cute.size(b) == 2 else 2
+    as_a, as_b = (
+        cute.make_tensor(cute.recast_tensor(t, BF16).iterator, cute.make_layout((shape, 1, 1)))
+        for t, shape in ((a, of_a), (b, of_b))
+    )
+    cute.gemm(atom, d, as_a, as_b, d)

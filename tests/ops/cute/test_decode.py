@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode on the CuTe kernels: what the backend takes, and its numbers.
+
+The same cases run in the interpreter of compiled kernels (here, without a GPU) and on a GPU. Outputs start as NaN, and so do
+slots that no row names: what a kernel reads or writes beside its own shows.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import cula
+from cula import reference
+from cula.contract import DecodeInputs, DecodeOptions, DecodeProblem, check_decode
+from cula.dispatch import choose
+from cula.ops.cute import build, decode, loader, variants
+from cula.reference import relative_error
+from tests.support import ptx
+
+D, SLOTS = 128, 4
+BF16, F32 = torch.bfloat16, torch.float32
+# |x - x64| / |x64|: rounding to bfloat16 alone is 1.7e-3. A float32 state is as good as the sums that made it.
+TOLERANCE = {BF16: 2.2e-3, F32: 2e-6}
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 2
+    rows: tuple[int, ...] | None = (2, -1)  # slots, as they are named; None: no indices
+    H: int = 1
+    HV: int = 1
+    mode: str = "kda"
+    gate: str = "bounded"  # "softplus", "log"
+    decay: float = 1.0  # the size of log decays that are given as such
+    has_scalar_gate: bool = False
+    has_parameters: bool = True  # of the gate
+    norm: bool = True
+    beta: str = "sigmoid"  # "negative", "plain"
+    pool: torch.dtype = F32
+    g: torch.dtype = BF16
+    beta_dtype: torch.dtype = BF16
+    index: torch.dtype = torch.int32
+    null_is_nonpositive: bool = False
+    commit: bool = True
+    layout: str = "rows"  # "packed": q, k and v side by side, indices and slots apart; "odd": nothing is aligned
+    warps: int = 4
+
+    def __str__(self) -> str:
+        default = Case()
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ",".join(f"{k}={v}" for k, v in given.items() if v != getattr(default, k)).replace("torch.", "") or "default"
+
+
+# Between them they take every kernel and flag.
+CASES = [
+    Case(),
+    Case(pool=BF16, warps=2),
+    Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, warps=8),
+    Case(gate="log", norm=False, beta="plain", g=F32, rows=None, warps=2),
+    Case(mode="lightning", norm=False, pool=BF16),
+    Case(rows=(0, 3), null_is_nonpositive=True, beta="negative", warps=2),
+    Case(has_scalar_gate=True, gate="softplus", HV=2, pool=BF16, warps=8),
+    Case(T=3, mode="lightning", norm=False, rows=(1, -1, 3), HV=2, H=2),
+    Case(T=3, has_parameters=False, layout="odd", pool=BF16, beta_dtype=F32),
+    Case(T=4, HV=2, layout="packed"),
+    Case(T=4, gate="log", decay=50.0, norm=False, beta="plain", g=F32, warps=8),
+    Case(T=4, pool=BF16, gate="softplus", beta="negative"),
+    Case(T=4, commit=False, has_scalar_gate=True, gate="log", g=F32),
+    Case(T=5, pool=BF16, warps=8),
+    Case(T=7, mode="lightning", norm=True, HV=2, warps=8),
+    Case(T=8, HV=2, H=2, gate="log", decay=50.0, g=F32),
+    Case(T=8, warps=8),
+    Case(T=8, pool=BF16, layout="packed"),
+]
+
+
+def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    N = SLOTS if case.rows is None else len(case.rows)
+    T, H, HV, is_kda = case.T, case.H, case.HV, case.mode == "kda"
+    q, k, v = normal(N, T, H, D), normal(N, T, H, D), normal(N, T, HV, D)
+    if not case.norm:
+        q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    q, k, v = (t.bfloat16().to(device) for t in (q, k, v))
+    indices = None if case.rows is None else torch.tensor(case.rows, dtype=case.index, device=device)
+    pool = torch.full((SLOTS, HV, D, D), torch.nan)
+    for slot in range(SLOTS) if case.rows is None else case.rows:
+        if slot > 0 or (slot == 0 and not case.null_is_nonpositive):
+            pool[slot] = normal(HV, D, D)
+    pool = pool.to(device, case.pool)
+    if case.layout == "packed":
+        side_by_side = torch.cat([t.flatten(2) for t in (q, k, v)], -1)
+        q, k, v = (t.unflatten(-1, (-1, D)) for t in side_by_side.split([H * D, H * D, HV * D], -1))
+        pool = torch.cat([pool.flatten(1), torch.full((SLOTS, 8), 3.0).to(pool)], 1)[:, :-8].view(pool.shape)
+        indices = torch.stack([indices, indices], 1).flatten()[::2]
+    elif case.layout == "odd":
+        q, k, v = (torch.cat([t, t[..., :1]], -1)[..., 1:] for t in (q, k, v))
+    out = torch.full((N, T, HV, D), torch.nan, dtype=BF16, device=device)
+    if case.layout == "odd":
+        out = out.transpose(2, 3).contiguous().transpose(2, 3)
+    per_channel = () if case.has_scalar_gate else (D,)
+    g = normal(N, T, HV, *per_channel)
+    g = -case.decay * torch.rand(g.shape, generator=random) if case.gate == "log" else g
+    beta = normal(N, T, HV).sigmoid() if case.beta == "plain" else normal(N, T, HV)
+    has_A, has_bias = is_kda and case.gate != "log" and case.has_parameters, is_kda and case.gate != "log"
+    x = DecodeInputs(
+        q,
+        k,
+        v,
+        pool,
+        indices,
+        g=g.to(case.g).to(device) if is_kda else None,
+        beta=beta.to(case.beta_dtype).to(device) if is_kda else None,
+        A_log=(torch.rand(HV, generator=random) - 0.5).to(device) if has_A else None,
+        dt_bias=normal(HV, *per_channel).to(device) if has_bias and case.has_parameters else None,
+        decay=None if is_kda else (0.3 * torch.rand(HV, generator=random)).to(device),
+        out=out,
+    )
+    options = DecodeOptions(
+        lower_bound=-5.0 if is_kda and case.gate == "bounded" else None,
+        is_kda=is_kda,
+        use_gate_in_kernel=is_kda and case.gate != "log",
+        use_qk_l2norm_in_kernel=case.norm,
+        use_beta_sigmoid_in_kernel=is_kda and case.beta != "plain",
+        allow_neg_eigval=is_kda and case.beta == "negative",
+        null_is_nonpositive=case.null_is_nonpositive,
+        commit=case.commit,
+    )
+    p, x, _ = check_decode(x, options)
+    return dataclasses.replace(p, sm=p.sm or (9, 0)), x
+
+
+def wanted(p: DecodeProblem, x: DecodeInputs, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the states after the call, of rows that have slots."""
+    of = lambda t: None if t is None else t[rows]
+    first, options = x.state[slots], p.options
+    q, k = of(x.q), of(x.k)
+    if not options.is_kda:
+        if options.use_qk_l2norm_in_kernel:
+            q, k = (t / (t.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        return reference.lightning(q, k, of(x.v), x.decay, initial_state=first, scale=p.scale)
+    return reference.kda(
+        q, k, of(x.v), of(x.g), of(x.beta), scale=p.scale, initial_state=first, A_log=x.A_log, dt_bias=x.dt_bias,
+        lower_bound=options.lower_bound, use_gate_in_kernel=options.use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=options.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=options.use_beta_sigmoid_in_kernel, allow_neg_eigval=options.allow_neg_eigval,
+    )  # fmt: skip
+
+
+def check(case: Case, device: str, run=decode.run) -> None:
+    p, x = make(case, device)
+    named = list(range(SLOTS)) if case.rows is None else list(case.rows)
+    live = [n for n, slot in enumerate(named) if slot > 0 or (slot == 0 and not case.null_is_nonpositive)]
+    slots = [named[n] for n in live]
+    want_o, want_state = wanted(p, x, live, slots)
+    before = x.state.clone()
+    o = run(p, x, case.warps)
+    assert o is x.out
+    assert relative_error(o[live], want_o) < TOLERANCE[BF16]
+    padding = [n for n in range(p.N) if n not in live]
+    assert not o[padding].any()
+    others = [slot for slot in range(SLOTS) if slot not in slots or not case.commit]
+    assert torch.equal(x.state[others].view(torch.uint8), before[others].view(torch.uint8))
+    if case.commit:
+        assert relative_error(x.state[slots], want_state) < TOLERANCE[case.pool]
+    if case.layout == "packed":
+        padding = x.state.as_strided((SLOTS, 8), (x.state.stride(0), 1), x.state[0].numel())
+        assert bool((padding == 3).all()), "the padding between slots is untouched"
+
+
+# In the interpreter
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`decode.run` on CPU tensors, its kernels in the interpreter: in an order of warps, and broken by a function, if given."""
+    if build.missing() is not None:
+        pytest.skip(str(build.missing()))
+
+    def use(order="late", edit=None):
+        def load(name, arch):
+            code = ptx.compiled(name, arch)
+            code = code if edit is None else code.edited(ptx=edit)
+            return lambda *arguments: ptx.simulate(code, *arguments[:-1], order=order)  # without the stream
+
+        monkeypatch.setattr(decode, "load", load)
+
+    monkeypatch.setattr(decode, "stream_of", lambda device: 0)
+    monkeypatch.setattr(decode, "address", lambda t: 0 if t is None else ptx.Pointer(t))
+    use()
+    return use
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_interpreted(interpreted, case):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("case", [Case(warps=2), Case(T=4, pool=BF16), Case(T=8)], ids=str)
+def test_order_of_warps_does_not_matter(interpreted, order, case):
+    interpreted(order)
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_missing_barrier_is_noticed(interpreted, order):
+    interpreted(order, lambda text: text.replace("bar.sync \t0;", ""))
+    with pytest.raises((AssertionError, ptx.SimulationError)):
+        check(Case(T=4), "cpu")
+
+
+# Variants and launches
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+def test_cases_take_every_variant_and_host_and_kernel_agree():
+    from cula.ops.cute.sm90 import decode as kernel
+    from cula.ops.cute.sm90 import decode_common
+
+    taken = {decode.variant(make(case, "cpu")[0]) for case in CASES}
+    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])}
+    assert decode.TOKENS == kernel.TOKENS
+    flags = [n for n in vars(decode_common) if n.isupper() and n not in ("D", "F32", "I32", "MAX_WARPS", "WARP_ROWS")]
+    assert len(flags) == 10
+    for name in flags:
+        assert getattr(decode, name) == getattr(decode_common, name)
+
+
+@pytest.mark.parametrize(
+    ("pool", "T", "best"),
+    [
+        (F32, 2, (4, 4, 4)),
+        (F32, 8, (4, 4, 4)),
+        (BF16, 2, (2, 2, 4)),
+        (BF16, 3, (4, 4, 8)),
+        (BF16, 4, (4, 4, 8)),
+        (BF16, 8, (4, 8, 8)),
+    ],
+)
+def test_num_warps(pool, T, best):
+    """For N = 1, 8, 64 with 32 heads, as measured; never fewer than tokens, up to four."""
+    p = dataclasses.replace(make(Case(T=T, pool=pool), "cpu")[0], HV=32)
+    assert tuple(decode.num_warps(dataclasses.replace(p, N=N)) for N in (1, 8, 64)) == best
+    assert min(best) >= min(T, 4)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The name and arguments of every launch, instead of launches."""
+    calls = []
+    monkeypatch.setattr(decode, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    monkeypatch.setattr(decode, "stream_of", lambda device: 0)
+    monkeypatch.setattr(decode, "current_stream", lambda device: 0)
+    monkeypatch.setattr(decode, "current_device", lambda: None)  # as a CPU's index
+    monkeypatch.setattr(decode, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    return calls
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.layout != "odd"], ids=str)
+def test_again_launches_what_a_call_launches(launched, case):
+    p, x = make(case, "cpu")
+    decode.decode(p, x)
+    assert decode.decode_again(p, x, x)(x) is x.out
+    assert launched[0] == launched[1]
+
+
+def test_again_makes_an_output(launched):
+    p, x = make(Case(), "cpu")
+    given = x._replace(out=None)
+    o = decode.decode_again(p, given, given)(given)
+    assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
+    assert launched[0][1][10] == o.data_ptr()
+
+
+def moved(t: torch.Tensor, by: int) -> torch.Tensor:
+    """A copy that begins so many elements behind a multiple of 64 bytes."""
+    return torch.empty(t.numel() + by, dtype=t.dtype)[by:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "by", "fits"),
+    [
+        (Case(), "q", 1, False),
+        (Case(), "k", 4, True),
+        (Case(), "v", 2, False),
+        (Case(), "out", 3, False),
+        (Case(), "g", 4, True),
+        (Case(g=F32), "g", 2, False),
+        (Case(g=F32, has_scalar_gate=True), "g", 1, True),
+        (Case(), "beta", 1, True),
+        (Case(), "state", 2, False),
+        (Case(pool=BF16), "state", 4, False),
+        (Case(), "state_indices", 1, True),
+        (Case(), "dt_bias", 1, True),
+    ],
+    ids=str,
+)
+def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
+    p, x = make(case, "cpu")
+    again = decode.decode_again(p, x, x)
+    assert (again(x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
+    assert len(launched) == fits
+
+
+def test_some_calls_have_no_plan(launched):
+    p, x = make(Case(layout="odd"), "cpu")
+    assert decode.decode_again(p, x, x) is None
+    p, x = make(Case(), "cpu")
+    assert decode.decode_again(p, x, x._replace(k=x.k.clone())) is None, "normalising copied it"
+    assert not launched
+
+
+# Dispatch
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"T": 8, "pool_dtype": BF16}, None),
+        ({"T": 1}, "with one, Triton's kernel runs at the memory's speed"),
+        ({"K": 64, "V": 64}, "takes K = V = 128, and this call has K = 64, V = 64"),
+        ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
+        ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
+        ({"g_dtype": torch.float16}, "takes g in bfloat16 or float32, and this call has float16"),
+        ({"has_intermediate_states": True}, "does not keep the states of draft tokens"),
+        ({"has_token_indices": True}, "does not keep the states of draft tokens"),
+        ({"options": DecodeOptions(state_is_kv=True)}, "this one is [P, HV, K, V]"),
+        ({"has_aligned_slots": False}, "slots of the pool do not begin at multiples"),
+        ({"N": 2**16}, "fewer than 2^16 rows"),
+    ],
+    ids=str,
+)
+def test_what_the_backend_takes(monkeypatch, change, reason):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    p = dataclasses.replace(make(Case(), "cpu")[0], device="cuda", **change)
+    choice = choose("decode", p)
+    if reason is None:
+        assert choice.name == "cute_sm90"
+    else:
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+# On a GPU
+
+
+@pytest.fixture
+def kernels():
+    choice = choose("decode", make(Case(), "cuda")[0])
+    if choice.name != "cute_sm90":
+        pytest.skip(str(choice))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_the_gpu(kernels, case):
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", [F32, BF16], ids=str)
+def test_the_public_call_again_gives_the_same_bits(kernels, pool):
+    _, x = make(Case(T=4, pool=pool, HV=2), "cuda")
+    pools, outputs = [x.state.clone() for _ in range(3)], []
+    for state, backend in zip(pools, ("auto", "auto", "triton")):
+        o, _ = cula.cula_decode(
+            x.q, x.k, x.v, state, state_indices=x.state_indices, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias,
+            use_gate_in_kernel=True, lower_bound=-5.0, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            backend=backend,
+        )  # fmt: skip
+        outputs.append(o)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(pools[0][2], pools[1][2])
+    assert relative_error(outputs[0], outputs[2].double()) < 2 * TOLERANCE[BF16]
+    assert relative_error(pools[0][2], pools[2][2].double()) < 5 * TOLERANCE[pool]
