@@ -46,8 +46,8 @@ def lane_address(tile: cute.Tensor, block_row: I32, lane: I32):
 
 @cute.jit
 def load_matrix(address: I32, dtype: cutlass.Constexpr, is_transposed: cutlass.Constexpr = False):
-    """A [16, 16] block: 8 values [ci, ri, hi], column 8 hi + 2 c + ci, row r + 8 ri; transposed, columns r + 8 hi and rows 2 c + ci
-    + 8 ri."""
+    """A [16, 16] block: 8 values [ci, ri, hi], column 8 hi + 2 c + ci, row r + 8 ri; transposed, columns r + 8 hi and rows
+    2 c + ci + 8 ri."""
     out = cute.make_rmem_tensor((8,), dtype)
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), dtype)
     cute.copy(atom, at_address(address, dtype, 8, 16), cute.make_tensor(out.iterator, cute.make_layout((8, 1))))

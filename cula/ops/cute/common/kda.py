@@ -101,8 +101,8 @@ def kda_host(
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the architecture's; `has_zeros`, whether it
-    reads T and P as whole tiles.
+    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the
+    architecture's; `has_zeros`, whether it reads T and P as whole tiles.
     """
     dtype = kind.dtype
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]

@@ -11,10 +11,10 @@ For one chunk and value head, with log2 decays summed from the chunk's start (G_
 
 after which `kda_state` has only products to do:  U = T (b v - kb S),   o = qg S + P U,   S <- e^{G_C} S + kr^T U.
 
-Eight warps, on two sides. Warps I and 4 + I own rows 16 I .. 16 I + 15; of these a side takes half of the channels where the work is
-by channels, and its own of keys and queries where it is not: norms, kb and A and T on the side of the keys, qg and P on the other.
-An array [16, n] of a warp lives in registers as fragments of mma.sync: thread (r, c) = (lane / 4, lane % 4) holds rows r, r + 8 and
-channels 8 j + 2 c, + 1. In that layout
+Eight warps, on two sides. Warps I and 4 + I own rows 16 I .. 16 I + 15. Where the work is by channels, each side takes half of
+them; else one side takes the keys (norms, kb, A, T), the other the queries (norms, qg, P). An array [16, n] of a warp lives in
+registers as fragments of mma.sync: thread (r, c) = (lane / 4, lane % 4) holds rows r, r + 8 and channels 8 j + 2 c, + 1. In that
+layout
   * a cumulative sum over rows is a product with a triangle of ones (g rounded to fp16, sums in float32),
   * row norms are the diagonal of x x^T,
   * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need
@@ -65,7 +65,6 @@ from cula.ops.cute.common.kda_prepare_steps import (
     LOG2E,
     TILE,
     Chunk,
-    Kind,
     factors,
     first_pass,
     join_halves,
@@ -240,7 +239,7 @@ def prepare_chunk(
         cute.arch.mbarrier_wait(here.bars, 0)
 
     # -- decays, norms, beta
-    L, rest, top = sum_gates(x, raw_g, slope, lower, until, after)
+    L, rest = sum_gates(x, raw_g, slope, lower, until, after)
     cute.arch.mbarrier_wait(here.bars + 1, 0)
     size, inverse = norms(x, scale)
     b = cute.make_rmem_tensor((2,), F32)

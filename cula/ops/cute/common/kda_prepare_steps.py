@@ -182,8 +182,8 @@ def triangles(r: I32, c: I32):
 
 @cute.jit
 def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, until: cute.Tensor, after: cute.Tensor):
-    """Log2 decays of our half of the channels, read with tokens in pairs (the B operand of their sums) and left as fp16 where kr will
-    be; their sums over the block. The largest of a token bounds what any channel of a state keeps.
+    """Log2 decays of our half of the channels, read with tokens in pairs (the B operand of their sums) and left as fp16 where kr
+    will be; their sums over the block. The largest of a token bounds what any channel of a state keeps.
 
     One gate a head (`raw`) needs no memory: returns L and L_16 - L of our rows.
     """
@@ -209,7 +209,12 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
                 at = 64 * x.side + 8 * j + 2 * x.c
                 here.sums[x.block_row, at], here.sums[x.block_row, at + 1] = L[2], L[3]
     else:
-        g_at, decay_at, bias_at, sum_at = x.at(here.g), x.at(here.kr), address(here.bias) + 256 * x.side + 4 * x.r, x.pairs_of(here.sums)
+        g_at, decay_at, bias_at, sum_at = (
+            x.at(here.g),
+            x.at(here.kr),
+            address(here.bias) + 256 * x.side + 4 * x.r,
+            x.pairs_of(here.sums),
+        )
         by_channel = cute.local_tile(swapped(cute.local_tile(here.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
         for n in cutlass.range(4, unroll=1):
             bias = [at_address(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
@@ -233,7 +238,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
     if x.r == 0:
         for e in cutlass.range_constexpr(4):
             here.tops[16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.side] = top[e]
-    return L, rest, top
+    return L, rest
 
 
 @cute.jit
@@ -302,8 +307,8 @@ def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor
 def first_pass(
     x: cutlass.Constexpr, until: cute.Tensor, after: cute.Tensor, L_scalar: cute.Tensor, rest_scalar: cute.Tensor, b: cute.Tensor
 ):
-    """Sixteen of our channels at a time: k e^L, q e^L and kr, keys for the rows below, and what these channels add to the diagonal
-    blocks of A and P, which it returns."""
+    """Sixteen of our channels at a time: k e^L, q e^L and kr, keys for the rows below, and what these channels add to the
+    diagonal blocks of A and P, which it returns."""
     here, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.room, x.kind, x.mmas
     is_f16 = dtype is F16
     wide = here.after.element_type
@@ -554,9 +559,8 @@ def store_t(
         if x.block_row + d < 4:
             block.store(flat(cols, 8 * d, 8).load().to(dtype))
             store_matrix(block, out_at ^ 32 * (x.block_row + d))
-        if cutlass.const_expr(d > 0):
-            if x.block_row >= d:
-                store_matrix(nothing, out_at ^ 32 * (x.block_row - d))
+        if d > 0 and x.block_row >= d:
+            store_matrix(nothing, out_at ^ 32 * (x.block_row - d))
     if cutlass.const_expr(has_zeros):
         store_rows(here.out, m, x.block_row, x.lane, record)
     else:

@@ -6,7 +6,7 @@ What a segment lacks is the state at its start.
     without output.
   * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from the same walk in map
     mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
-Which it is, every warp finds out for itself from the data. Where all segments are warm the map kernel ends at once.
+Which it is, every warp finds out for itself from the data. Where all segments are warm nobody makes a map.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
 
 @cute.jit
 def look_back(mVec: cute.Tensor, hv: I32, chunk0: I32, L: I32, segments: I32, i: I32):
-    """(how many chunks segment i should walk before its own, whether any segment of its sequence starts cold), by a warp: lanes look
-    at boundaries side by side."""
+    """(how many chunks segment i should walk before its own, whether any segment of its sequence starts cold), by a warp: lanes
+    look at boundaries side by side."""
     lane, warm, any_cold = cute.arch.lane_idx(), I32(0), I32(0)
     for s in cutlass.range(1, segments, 32, unroll=1):
         at = cutlass.min(s + lane, segments - 1) * L
@@ -51,8 +51,8 @@ def look_back(mVec: cute.Tensor, hv: I32, chunk0: I32, L: I32, segments: I32, i:
 
 @cute.jit
 def segment_at(number: I32, mCu: cute.Tensor, L: I32, length: I32, steps: I32):
-    """(its sequence, first token and tokens of that, number of its first chunk, which of the segments this is, how many there are):
-    what follows from sizes and offsets alone."""
+    """(its sequence, first token and tokens of that, number of its first chunk, which of the segments this is, how many there
+    are): what follows from sizes and offsets alone."""
     seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
     chunks = (tokens + 63) // 64
     segments = cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
@@ -61,15 +61,15 @@ def segment_at(number: I32, mCu: cute.Tensor, L: I32, length: I32, steps: I32):
 
 @cute.jit
 def jobs_of(mVec: cute.Tensor, hv: I32, number: I32, helpers: I32, has_h0: I32, L: I32, chunk0: I32, i: I32, segments: I32):
-    """What the block of segment i, or a helper, has to do, of one launch that makes maps and walks: the first `helpers` numbers make
-    maps only, the others are those of segments.
+    """What the block of segment i, or a helper, has to do, of one launch that makes maps and walks: the first `helpers` numbers
+    make maps only, the others are those of segments.
 
     If any segment of a sequence starts cold, segment i < last makes its own B. The M's are made by the helpers, as many as there
     are (of a single sequence), and by the segments after theirs: a block makes at most one of each, and waits only for
     blocks before it, or itself.
 
-    Returns (whether it walks, over how many chunks before its own, whether it starts cold, the segment whose B and the one whose M
-    it makes, or -1).
+    Returns (whether it walks, over how many chunks before its own, whether it starts cold, the segment whose B and the one whose
+    M it makes, or -1).
     """
     warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
     is_helper = number < helpers
@@ -96,29 +96,21 @@ def segment_of(
     steps: I32,
     is_map: cutlass.Constexpr,
 ):
-    """What the block of a segment's number has to do; `which` of a map's two halves, 0 for B and 1 for M.
+    """What the block of a segment's number has to do where maps and walk are launches of their own; `which` of a map's halves, 0
+    for B and 1 for M.
 
     Returns (is_busy, its sequence, first token and tokens of that, number of its first chunk, number of its first segment, which
     of the segments this is, how many there are, the chunk to walk from, the first with output, the one after the last, whether
     it starts cold).
     """
-    seq, first_segment, begin, tokens = place(number, 64 * L, mCu, length, steps)
-    chunk0 = first_chunk(seq, begin, length)
-    chunks = (tokens + 63) // 64
-    i, segments = number - first_segment, cutlass.max((chunks + L - 1) // L, 1)  # a sequence without tokens has one, empty
-    start, is_busy = i * L, i < segments
-    warm, cold = I32(0), I32(0)
+    seq, begin, tokens, chunk0, i, segments = segment_at(number, mCu, L, length, steps)
+    warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
+    is_busy, cold = i < segments, I32(0)
     if cutlass.const_expr(is_map):
         # wanted if any segment of the sequence starts cold; M of the first only for an initial state, nothing of the last
-        lane, any_cold = cute.arch.lane_idx(), I32(0)
-        for s in cutlass.range(1, segments, 32, unroll=1):
-            at = cutlass.min(s + lane, segments - 1) * L
-            any_cold = I32(1) if cute.arch.vote_any_sync(warm_chunks(mVec, hv, chunk0 + at, at) == 0) else any_cold
         is_needed = which == 0 or i > 0 or has_h0 == 1
-        is_busy = i < segments - 1 and any_cold == 1 and is_needed
+        is_busy, warm = i < segments - 1 and any_cold == 1 and is_needed, I32(0)
     else:
-        if is_busy and i > 0:
-            warm = warm_chunks(mVec, hv, chunk0 + start, start)
-            cold = I32(1) if warm == 0 else I32(0)
-    to_chunk = cutlass.min(start + L, chunks)
-    return is_busy, seq, begin, tokens, chunk0, first_segment, i, segments, start - warm, start, to_chunk, cold
+        cold = I32(1) if is_busy and i > 0 and warm == 0 else I32(0)
+    to_chunk = cutlass.min(i * L + L, (tokens + 63) // 64)
+    return is_busy, seq, begin, tokens, chunk0, number - i, i, segments, i * L - warm, i * L, to_chunk, cold

@@ -37,9 +37,7 @@ def of_tokens(pointer: Any, T: Any, heads: Any, width: int, strides: Any) -> Any
 # Shared memory
 
 
-def tile_layout(
-    rows: int, columns: int, stages: int | None = None, dtype: Any = BF16, columns_of: int | None = None
-) -> Any:
+def tile_layout(rows: int, columns: int, stages: int | None = None, dtype: Any = BF16, columns_of: int | None = None) -> Any:
     """The swizzled layout of a tile, or of some stages of it; `columns_of` a narrower tile, where it is made of such."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = kinds.K_SW128 if (columns_of or columns) * dtype.width % 1024 == 0 else kinds.K_SW64

@@ -8,7 +8,9 @@ A chunk, with the state S [128 dk, 128 dv] in float32:
 All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each
 and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
 
-Segments, warm and cold, are those of `common/kda_segments.py`; in map mode this same walk makes their maps.
+Segments, warm and cold, are those of `common/kda_segments.py`. One launch: where some segment starts cold, blocks first make the
+maps, by the same walk without output, and raise a flag for each; a cold segment then waits for those before it. A block waits for
+blocks of lower numbers only, which have begun before it.
 
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
@@ -225,8 +227,8 @@ def feed(
     to_chunk: I32,
     is_silent: cutlass.Constexpr,
 ):
-    """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Chunks before them were `count`; returns
-    how many there are now."""
+    """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Before them there were `count`;
+    returns how many there are now."""
     (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
     size = (3 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
     for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
@@ -262,8 +264,8 @@ def walk(
 ):
     """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
 
-    `output` is (TMA atom, o as its tiles in shared and global memory, o by rows), or None where there is none. The half M of a map
-    does not see v. Returns how many chunks have passed, `count` before these.
+    `output` is (TMA atom, o as its tiles in shared and global memory, o by rows), or None where there is none. The half M of a
+    map does not see v. Returns how many chunks have passed, `count` before these.
     """
     is_silent, is_f16 = cutlass.const_expr(output is None), cutlass.const_expr(dtype is F16)
     mma_x, mma_t, mma_s = w.mmas
@@ -592,7 +594,7 @@ def span_of(task: I32, b_segment: I32, m_segment: I32, start: I32, warm: I32, L:
 
 @cute.jit
 def wait_for_maps(mDone: cute.Tensor, record: I32, step: I32, n: I32, has_h0: I32):
-    """Of the segments before ours, each B and M; without an initial state nobody makes the first M. A lane looks after a segment."""
+    """Of the segments before ours, each B and M; without an initial state nobody makes the first M. A lane a segment."""
     lane = cute.arch.lane_idx()
     for s in cutlass.range(0, n, 32, unroll=1):
         j = cutlass.min(s + lane, n - 1)
