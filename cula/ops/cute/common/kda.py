@@ -49,6 +49,15 @@ class Work(NamedTuple):
     all_m: Any  # the same as [256 maps, 128]
 
 
+class Target(NamedTuple):
+    """What an architecture does its own way."""
+
+    # (work, (v, o), (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)
+    launch_state: Any
+    has_zeros: bool  # it reads T and P as whole tiles
+    blocks: int  # of the smallest prepare kernel on a multiprocessor: as many as registers allow without spills
+
+
 @cute.jit
 def kda_host(
     q: Int64,
@@ -93,16 +102,13 @@ def kda_host(
     helpers: I32,
     stream,
     kind: cutlass.Constexpr,
-    launch_state: cutlass.Constexpr,
-    has_zeros: cutlass.Constexpr,
+    target: cutlass.Constexpr,
 ):
     """Addresses of q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], A_log [HV], dt_bias [HV, 128], states [N, HV, dv, dk],
     offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
-    there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16. `launch_state(work, (v, o),
-    (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)` is the
-    architecture's; `has_zeros`, whether it reads T and P as whole tiles.
+    there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16.
     """
     dtype = kind.dtype
     mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
@@ -127,7 +133,7 @@ def kda_host(
     part = lambda t, at: at_address(t, workspace + at, 128)
     tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
     at = records64 * (3 * TILE * 2)
-    columns = 64 if cutlass.const_expr(has_zeros) else 32
+    columns = 64 if cutlass.const_expr(target.has_zeros) else 32
     square = cute.make_layout((records * SQUARE // columns, columns), stride=(columns, 1))
     mT = cute.make_tensor(part(dtype, at), square)
     at += records64 * (SQUARE * 2)
@@ -181,16 +187,16 @@ def kda_host(
         lt,
         lg,
         kind,
-        has_zeros,
+        target.has_zeros,
     ).launch(
         grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
         block=(256, 1, 1),
         stream=stream,
-        min_blocks_per_mp=3 if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
+        min_blocks_per_mp=target.blocks if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
     )
 
-    launch_state(
+    target.launch_state(
         Work(tiles, mT, mP, mVec, mDone, all_vecs, mB, mM, all_m),
         (mV, mO),
         (mH0, mHt),

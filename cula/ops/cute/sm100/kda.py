@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.kda import arguments, kda_host, kinds
+from cula.ops.cute.common.kda import Target, arguments, kda_host, kinds
 from cula.ops.cute.common.kda_prepare_steps import VEC
 from cula.ops.cute.common.tiles import K_MAJOR, MN_MAJOR, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.variants import Variant
@@ -89,4 +89,4 @@ def launch_state(
 def variants() -> Iterator[Variant]:
     for kind in kinds():
         uses = ("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix")
-        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state, True), uses=uses)
+        yield Variant(kind.name, kda_host, (*arguments(kind), Target(launch_state, has_zeros=True, blocks=2)), uses=uses)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.kda import arguments, kda_host, kinds
+from cula.ops.cute.common.kda import Target, arguments, kda_host, kinds
 from cula.ops.cute.common.kda_prepare_steps import VEC
 from cula.ops.cute.common.tiles import K_MAJOR, MN_MAJOR, by_head, tile_layout, tma_load, tma_store, wgmma
 from cula.ops.cute.variants import Variant
@@ -86,4 +86,4 @@ def launch_state(
 def variants() -> Iterator[Variant]:
     for kind in kinds():
         uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-        yield Variant(kind.name, kda_host, (*arguments(kind), launch_state, False), uses=uses)
+        yield Variant(kind.name, kda_host, (*arguments(kind), Target(launch_state, has_zeros=False, blocks=3)), uses=uses)
