@@ -48,7 +48,8 @@ class Settings:
 def run(
     cases: Sequence[Case], settings: Settings, path: Path, *, resume: bool = False, revision: str | None = None
 ) -> results.Result:
-    """Measure the cases into `path`; with `resume`, those it lacks, wholly or a peer of. Returns what the file holds."""
+    """Measure the cases into `path`; with `resume`, those it lacks, wholly or a peer of, or where a peer failed. Returns what the
+    file holds."""
     began = time.perf_counter()
     result = results.new(settings.device, settings.to_json(), revision)
     if resume and path.exists():
@@ -60,7 +61,7 @@ def run(
     seconds_before = result["seconds"]
     contenders = [Cula(settings.backend), *(p for p in settings.peers if p.missing() is None)]
     names = {c.name for c in contenders}
-    done = {row["id"] for row in result["rows"] if row["suite"] == "dist" or names <= row["entries"].keys()}
+    done = {row["id"] for row in result["rows"] if row["suite"] == "dist" or names <= measured(row)}
     todo = [c for c in cases if c.id not in done]
     if settings.tune_ms is not None and settings.device.type == "cuda":
         timing.tune_for(*settings.tune_ms)
@@ -85,6 +86,11 @@ def run(
     result["seconds"] = seconds_before + time.perf_counter() - began
     results.save(path, result)
     return result
+
+
+def measured(row: results.Row) -> set[str]:
+    """The contenders that a row need not ask again."""
+    return {name for name, entry in row["entries"].items() if name == "cula" or entry["status"] != "failed"}
 
 
 def _presence(peer: Peer) -> dict[str, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,12 @@ class Group:
         return sum(ratio < 1 for ratio, _ in self.against_best)
 
     @property
+    def failures(self) -> list[str]:
+        """Peers that raised: without them, the best of the others says less."""
+        found = Counter(name for r in self.rows for name, e in r["entries"].items() if name != "cula" and e["status"] == "failed")
+        return [f"{name} failed on {n}" for name, n in found.items()]
+
+    @property
     def is_headline(self) -> bool:
         """What most users call, as it is dispatched: for a short table."""
         case = self.rows[0]["case"]
@@ -104,7 +111,9 @@ class Group:
             f"{len(self.ranked)}/{len(self.rows)}",
             times(geomean(v for v, _ in floors)),
             f"{times(slowest[0])} ({slowest[1]})" if slowest else "",
-            f"{times(geomean(v for v, _ in ratios))} ({len(ratios)} of {len(self.rows)} rows)" if ratios else "",
+            f"{times(geomean(v for v, _ in ratios))} ({'; '.join([f'{len(ratios)} of {len(self.rows)} rows', *self.failures])})"
+            if ratios
+            else "",
             f"{times(weakest[0])} ({weakest[1]})" if weakest else "",
             str(self.losses) if ratios else "",
         ]
@@ -165,10 +174,10 @@ def more_tokens(rows: Sequence[Row]) -> list[str]:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """Every entry, ours or a peer's, that raised or was wrong: one sentence each."""
-    said = []
+    """Every entry, ours or a peer's, that raised or was wrong: one sentence for each reason."""
+    found: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
         for name, entry in row["entries"].items():
             if entry["status"] in ("failed", "wrong"):
-                said.append(f"{name} {entry['status']} on {row['suite']} {row['label']}: {entry.get('reason', '')}")
-    return said
+                found.setdefault((name, entry["status"], row["suite"], entry.get("reason", "")), []).append(row["label"])
+    return [f"{name} {status} on {suite} {'; '.join(labels)}: {why}" for (name, status, suite, why), labels in found.items()]

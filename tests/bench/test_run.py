@@ -105,6 +105,15 @@ def test_resume_measures_rows_again_that_lack_a_peer(run):
     assert run(["kda-prefill"], limit=2, resume=True)["rows"] == beside["rows"]
 
 
+def test_resume_asks_a_peer_again_that_failed(run, monkeypatch):
+    (raising,) = [peer for peer in FAKES if peer.name == "raising"]
+    (failed,) = run(["kda-prefill"], limit=1, peers=(raising,))["rows"]
+    assert failed["entries"]["raising"]["status"] == "failed" and not failed["ratios"]
+    monkeypatch.setattr(type(raising), "prepare", type(raising).__mro__[1].prepare)  # mended meanwhile
+    (row,) = run(["kda-prefill"], limit=1, resume=True, peers=(raising,))["rows"]
+    assert row["entries"]["raising"]["status"] == "ok" and set(row["ratios"]) == {"raising"}
+
+
 def test_resume_refuses_rows_of_another_backend(run):
     (row,) = run(["decode"], backend="torch")["rows"]
     assert row["forced"] == "torch"
