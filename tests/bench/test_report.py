@@ -63,7 +63,8 @@ def test_report_holds_the_numbers_of_the_file(result, tmp_path):
         assert (tmp_path / "docs" / picture).stat().st_size > 1000
     assert "`kda-prefill/kda_prefill/1x999/left`" in page
     assert "raising failed on kda-prefill" in page and page.count("no kernel image") == len({r["suite"] for r in result["rows"]})
-    assert f"raising failed on {sum(r['suite'] == 'kda-prefill' for r in result['rows'])})" in page  # where the best peer is named
+    rows = sum(row["suite"] == "kda-prefill" for row in result["rows"])
+    assert f"raising failed on {rows})" in page  # where the best peer is named
     assert "not installed (pip install absent)" in page
 
 
