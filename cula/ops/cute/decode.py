@@ -14,17 +14,25 @@ from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
 from cula.ops import Plan
+from cula.ops.cute.common.decode_flags import (
+    BETA_IS_F32,
+    COMMIT,
+    G_IS_F32,
+    INDEX_IS_I64,
+    IS_BOUNDED,
+    IS_KDA,
+    IS_SCALAR,
+    IS_SOFTPLUS,
+    TOKENS,
+    USE_NORM,
+    ZERO_IS_NULL,
+)
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.host import current_device, current_stream, empty, form_of
 
 ARCH = "sm_90a"
-TOKENS = (2, 4, 8)  # that kernels are compiled for
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-# Bits of the kernel's flags, in the order of sm90/decode_common.py.
-IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
-    1 << i for i in range(10)
-)
 TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
 F32_BYTES = 16  # gates in float32, and states of either kind
 

@@ -47,7 +47,7 @@ SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MIN_SEGMENT_CHUNKS = 4
 
 
-def plan(problem: LightningProblem, num_sms: int) -> Cut:
+def cut(problem: LightningProblem, num_sms: int) -> Cut:
     """The cheapest of the kernels and cuts, by the times above and sizes the host knows."""
     N, T = problem.N, problem.T
     # Packed lengths are not known here: as if all were alike.
@@ -59,11 +59,11 @@ def plan(problem: LightningProblem, num_sms: int) -> Cut:
         if per_seq == 1 or chunks >= per_seq * MIN_SEGMENT_CHUNKS
     ]
     _, kernel, per_seq = min(options)
-    return cut(problem, kernel, per_seq, num_sms)
+    return cut_into(problem, kernel, per_seq, num_sms)
 
 
-def cut(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Cut:
-    """The plan with about `per_seq` segments to a sequence."""
+def cut_into(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Cut:
+    """The cut with about `per_seq` segments to a sequence."""
     N, T = problem.N, problem.T
     blocks_of_v = 2 if kernel == "d128_half" else 1
     if problem.is_packed:
@@ -91,8 +91,8 @@ def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_s
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_on(problem: LightningProblem, device: torch.device) -> Cut:
-    return plan(problem, torch.cuda.get_device_properties(device).multi_processor_count)
+def _cut_on(problem: LightningProblem, device: torch.device) -> Cut:
+    return cut(problem, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +100,7 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
     ht = None
     if problem.output_final_state:
         ht = torch.empty((problem.N, problem.HV, problem.V, problem.K), dtype=torch.float32, device=x.q.device)
-    return run(problem, x, _plan_on(problem, x.q.device), x.initial_state, ht, out=out), ht
+    return run(problem, x, _cut_on(problem, x.q.device), x.initial_state, ht, out=out), ht
 
 
 def lightning_fwd_pool(
@@ -116,13 +116,13 @@ def lightning_fwd_pool(
         return None
     write_to = indices.to(torch.int32).contiguous()
     read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
-    return run(problem, x, _plan_on(problem, x.q.device), pool, pool, read_from, write_to, out)
+    return run(problem, x, _cut_on(problem, x.q.device), pool, pool, read_from, write_to, out)
 
 
 def run(
     problem: LightningProblem,
     x: LightningInputs,
-    plan: Cut,
+    cut: Cut,
     h0: Tensor | None,
     ht: Tensor | None,
     read_from: Tensor | None = None,
@@ -136,11 +136,11 @@ def run(
     x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v))
     h0 = h0 if h0 is None or write_to is not None else as_states(h0)  # a pool must do as it is
     seeds = None
-    if plan.segment:
-        seeds = torch.empty((plan.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
+    if cut.segment:
+        seeds = torch.empty((cut.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
     addresses = [address(t) for t in (x.q, x.k, x.v, to, x.decay, h0, ht, seeds, x.cu_seqlens, read_from, write_to)]
-    numbers = _numbers(problem, x, plan, to, h0, ht, write_to is not None)
-    for kernel in _kernels(plan, h0 if h0 is not None else ht):
+    numbers = _numbers(problem, x, cut, to, h0, ht, write_to is not None)
+    for kernel in _kernels(cut, h0 if h0 is not None else ht):
         kernel(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -156,10 +156,10 @@ def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tens
     ht = torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=device) if p.output_final_state else None
     if any(as_tokens(t) is not t for t in (*x[:3], o)):
         return None
-    plan = _plan_on(p, device)
-    kernels, numbers = _kernels(plan, ht), _numbers(p, x, plan, o, x.initial_state, ht, False)
+    cut = _cut_on(p, device)
+    kernels, numbers = _kernels(cut, ht), _numbers(p, x, cut, o, x.initial_state, ht, False)
     form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
-    form_of_seeds = ((plan.num_ids * p.HV * p.V * p.K,), (1,), torch.float32) if plan.segment else None
+    form_of_seeds = ((cut.num_ids * p.HV * p.V * p.K,), (1,), torch.float32) if cut.segment else None
     index = device.index
     del o, ht, x, out
 
@@ -197,15 +197,15 @@ def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tens
     return again
 
 
-def _kernels(plan: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
-    """What a plan launches, for states of this dtype."""
-    of = f"{plan.kernel}_{'bf16' if states is not None and states.dtype == torch.bfloat16 else 'fp32'}"
+def _kernels(cut: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
+    """What a cut launches, for states of this dtype."""
+    of = f"{cut.kernel}_{'bf16' if states is not None and states.dtype == torch.bfloat16 else 'fp32'}"
     walk = load(f"lightning_{of}", ARCH)
-    return (load(f"lightning_ends_{of}", ARCH), walk) if plan.segment else (walk,)
+    return (load(f"lightning_ends_{of}", ARCH), walk) if cut.segment else (walk,)
 
 
 def _numbers(
-    p: LightningProblem, x: LightningInputs, plan: Cut, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
+    p: LightningProblem, x: LightningInputs, cut: Cut, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
 ) -> tuple[int | float, ...]:
     """The arguments after the addresses, in the order of `sm90/lightning.py`."""
     return (
@@ -217,12 +217,12 @@ def _numbers(
         p.scale,
         p.N,
         0 if p.is_packed else p.T,
-        plan.segment,
-        plan.per_seq,
-        plan.num_ids,
+        cut.segment,
+        cut.per_seq,
+        cut.num_ids,
         p.HV // p.H,
         int(h0 is not None),
         int(ht is not None),
         int(is_indexed),
-        plan.num_blocks,
+        cut.num_blocks,
     )

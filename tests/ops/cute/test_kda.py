@@ -443,6 +443,10 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
     assert cut.has_maps or per_sequence == 1
     # at most one segment more than there are multiprocessors for, packed or not
     assert cut.segments * HV <= max(NUM_SMS + N * HV, N * HV)
+    # helpers make maps of a single sequence where multiprocessors are idle, and never more than there are maps
+    assert 0 <= cut.helpers <= max(cut.segments - 1, 0)
+    if cut.helpers:
+        assert N == 1 and cut.has_maps and (cut.segments + cut.helpers) * HV <= NUM_SMS
 
 
 def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():

@@ -81,7 +81,7 @@ def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_plan_covers_every_token(T, N, HV, is_packed, D):
     problem = dataclasses.replace(HOPPER, B=1 if is_packed else N, T=T, N=N, H=HV, HV=HV, K=D, V=D, is_packed=is_packed)
-    plan = lightning.plan(problem, NUM_SMS)
+    plan = lightning.cut(problem, NUM_SMS)
     assert plan.segment % lightning.CHUNK == 0
     assert 1 <= plan.num_blocks <= NUM_SMS
     if not plan.segment:
@@ -95,7 +95,7 @@ def test_a_plan_covers_every_token(T, N, HV, is_packed, D):
 
 def test_few_long_sequences_are_cut_and_many_are_not():
     def plan(**change):
-        return lightning.plan(dataclasses.replace(HOPPER, **change), NUM_SMS)
+        return lightning.cut(dataclasses.replace(HOPPER, **change), NUM_SMS)
 
     assert plan(T=131072, H=8, HV=8).segment
     assert not plan(B=2, N=2, T=16384).segment
@@ -136,7 +136,7 @@ def run_twice(call, kernel, per_seq, device):
     """Outputs and last states of a call, and the same from the recurrence."""
     tensors = call.tensors(device)
     problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
-    plan = lightning.cut(problem, kernel, per_seq, NUM_SMS)
+    plan = lightning.cut_into(problem, kernel, per_seq, NUM_SMS)
     state = torch.full((problem.N, problem.HV, problem.V, problem.K), float("nan"), device=device)
     out = torch.full_like(x.v, float("nan"))
     o = lightning.run(problem, x, plan, x.initial_state, state, out=out)
@@ -165,7 +165,7 @@ def test_another_sequences_nan_stays_there(device):
         tensors[name][:, 70:110] = float("nan")
     problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
     state = torch.empty(3, 1, 128, 128, device=device)
-    o = lightning.run(problem, x, lightning.cut(problem, "d128", 1, NUM_SMS), x.initial_state, state)
+    o = lightning.run(problem, x, lightning.cut_into(problem, "d128", 1, NUM_SMS), x.initial_state, state)
     healthy = [*range(70), *range(110, 176)]
     assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE[torch.bfloat16]
     assert relative_error(state[[0, 2]], want_state[[0, 2]]) < TOLERANCE[torch.bfloat16]
@@ -174,7 +174,7 @@ def test_another_sequences_nan_stays_there(device):
 @pytest.mark.parametrize("per_seq", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, per_seq, dtype, monkeypatch):
-    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", per_seq, NUM_SMS))
+    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", per_seq, NUM_SMS))
     call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=1, HV=2, K=128, V=128, initial_state=False)
     t = call.tensors(device)
     problem, x = check_lightning(LightningInputs(**t), output_final_state=True)
@@ -199,7 +199,7 @@ def test_a_strided_packed_projection_is_read_as_it_lies(device):
     q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
     decay = torch.tensor([0.1, 0.5], device=device)
     problem, x = check_lightning(LightningInputs(q, k, v, decay))
-    o = lightning.run(problem, x, lightning.cut(problem, "d128", 1, NUM_SMS), None, None)
+    o = lightning.run(problem, x, lightning.cut_into(problem, "d128", 1, NUM_SMS), None, None)
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
 
@@ -219,7 +219,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, cut"])
 def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
     per_seq = CASES[name].get("per_seq", 1)
-    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", per_seq, NUM_SMS))
+    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", per_seq, NUM_SMS))
     call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=128, V=128)
     problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
     out = torch.empty_like(x.v)
@@ -234,7 +234,7 @@ def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
 
 
 def test_again_is_for_tensors_that_need_no_copy(launched, monkeypatch):
-    monkeypatch.setattr(lightning, "_plan_on", lambda problem, device: lightning.cut(problem, "d128", 1, NUM_SMS))
+    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", 1, NUM_SMS))
     call = LightningCall(T=100, B=2, dtype=torch.bfloat16, H=2, HV=2, K=128, V=128)
     problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
     again = lightning.lightning_fwd_again(problem, x)

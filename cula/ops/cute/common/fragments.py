@@ -28,7 +28,7 @@ def as_a(x):
     return cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1)))
 
 
-def at_address(address, dtype, n, align):
+def shared_at(address, dtype, n, align):
     """n values in shared memory."""
     return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align), cute.make_layout((n, 1)))
 
@@ -50,7 +50,7 @@ def load_matrix(address: I32, dtype: cutlass.Constexpr, is_transposed: cutlass.C
     2 c + ci + 8 ri."""
     out = cute.make_rmem_tensor((8,), dtype)
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), dtype)
-    cute.copy(atom, at_address(address, dtype, 8, 16), cute.make_tensor(out.iterator, cute.make_layout((8, 1))))
+    cute.copy(atom, shared_at(address, dtype, 8, 16), cute.make_tensor(out.iterator, cute.make_layout((8, 1))))
     return out
 
 
@@ -58,7 +58,7 @@ def load_matrix(address: I32, dtype: cutlass.Constexpr, is_transposed: cutlass.C
 def store_matrix(x: cute.Tensor, address: I32, is_transposed: cutlass.Constexpr = False):
     """The other way."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_transposed, 4), x.element_type)
-    cute.copy(atom, cute.make_tensor(x.iterator, cute.make_layout((8, 1))), at_address(address, x.element_type, 8, 16))
+    cute.copy(atom, cute.make_tensor(x.iterator, cute.make_layout((8, 1))), shared_at(address, x.element_type, 8, 16))
 
 
 @cute.jit
@@ -67,7 +67,7 @@ def read_factors(address: I32, dtype: cutlass.Constexpr):
     out, size = cute.make_rmem_tensor((4,), dtype), dtype.width // 8
     for hi in cutlass.range_constexpr(2):
         pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((2, 1)))
-        cute.autovec_copy(at_address(address + 8 * hi * size, dtype, 2, 2 * size), pair)
+        cute.autovec_copy(shared_at(address + 8 * hi * size, dtype, 2, 2 * size), pair)
     return out
 
 

@@ -62,7 +62,6 @@ from cula.ops.cute.common.kda_prepare_steps import (
     BETA,
     BOUND,
     KEYS,
-    LOG2E,
     TILE,
     Chunk,
     factors,
@@ -77,7 +76,7 @@ from cula.ops.cute.common.kda_prepare_steps import (
     sum_gates,
     triangles,
 )
-from cula.ops.cute.common.tiles import F16, F32, I32, tma_split
+from cula.ops.cute.common.tiles import F16, F32, I32, LOG2E, tma_split
 
 TMA_WARP = 4  # that stores
 

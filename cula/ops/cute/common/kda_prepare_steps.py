@@ -13,7 +13,6 @@ from cutlass.memory import SmemAllocator
 from cula.ops.cute.common.fragments import (
     activate,
     as_a,
-    at_address,
     corner,
     flat,
     lane_address,
@@ -21,15 +20,15 @@ from cula.ops.cute.common.fragments import (
     read_factors,
     read_gates32,
     round_tf32,
+    shared_at,
     store_matrix,
     store_quarters,
     store_rows,
     widen,
 )
 from cula.ops.cute.common.inverse import below, blocks, inverse_columns
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32, allocate_tile, swapped, tile_at, tile_layout
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, LOG2E, TF32, allocate_tile, swapped, tile_at, tile_layout
 
-LOG2E = 1.4426950408889634
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
 TILE, HALF = 64 * 128 * 2, 64 * 64 * 2  # bytes of a tile, and of half of its columns
 VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
@@ -217,7 +216,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
         )
         by_channel = cute.local_tile(swapped(cute.local_tile(here.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
         for n in cutlass.range(4, unroll=1):
-            bias = [at_address(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
+            bias = [shared_at(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
             if cutlass.const_expr(g_type.width == 32):
                 raw8 = read_gates32(by_channel, x.lane, n)
             else:
@@ -230,7 +229,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
                 cute.gemm(mma_f16, prefix, until, four_of(decays, j), prefix)
                 if x.r == 7:  # row 15
                     last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((2, 1)))
-                    cute.autovec_copy(last_row, at_address(sum_at + 64 * n + 32 * j, F32, 2, 8))
+                    cute.autovec_copy(last_row, shared_at(sum_at + 64 * n + 32 * j, F32, 2, 8))
             store_matrix(decays, decay_at ^ 32 * n, True)
     for e in cutlass.range_constexpr(4):
         for off in (4, 8, 16):
@@ -363,7 +362,7 @@ def first_pass(
             as_b = cute.make_rmem_tensor((8,), dtype)
             for e in cutlass.range_constexpr(8):
                 as_b[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = key8[e]
-            cute.autovec_copy(column(as_b), at_address(key_at + 512 * n, dtype, 8, 16))
+            cute.autovec_copy(column(as_b), shared_at(key_at + 512 * n, dtype, 8, 16))
         if cutlass.const_expr(is_scalar):  # operands of the diagonal blocks decay later, entry by entry
             right.store(k.load())
             add_block(mma_tf32, diagonal_a, k, right)
@@ -455,7 +454,7 @@ def second_pass(x: cutlass.Constexpr):
             for half in cutlass.range(2, unroll=1):
                 for s in cutlass.range_constexpr(4):
                     ours, theirs = load_matrix((own_at ^ 32 * s) + HALF * half, dtype), cute.make_rmem_tensor((8,), dtype)
-                    cute.autovec_copy(at_address(their_at + 512 * s + 2048 * half, dtype, 8, 16), column(theirs))
+                    cute.autovec_copy(shared_at(their_at + 512 * s + 2048 * half, dtype, 8, 16), column(theirs))
                     if cutlass.const_expr(d > 1):  # the blocks between
                         decay, decay8 = read_factors(decay_at + 32 * s + 128 * half, dtype), cute.make_rmem_tensor((8,), dtype)
                         for e in cutlass.range_constexpr(8):

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 TF32 = cutlass.TFloat32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+LOG2E = 1.4426950408889634
 
 
 # Tensors from numbers: to hand over a tensor itself costs the caller microseconds

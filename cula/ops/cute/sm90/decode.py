@@ -40,9 +40,10 @@ from cutlass import Int64
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.decode_flags import INDEX_IS_I64, TOKENS, ZERO_IS_NULL
 from cula.ops.cute.common.tiles import BF16, F32, I32
 from cula.ops.cute.sm90 import decode_rows_fma, decode_rows_mma
-from cula.ops.cute.sm90.decode_common import INDEX_IS_I64, MAX_WARPS, WARP_ROWS, ZERO_IS_NULL, D, vector_at
+from cula.ops.cute.sm90.decode_common import MAX_WARPS, WARP_ROWS, D, vector_at
 from cula.ops.cute.sm90.decode_tokens import load_tokens, prepare
 from cula.ops.cute.variants import Variant
 
@@ -221,9 +222,6 @@ def decode_host(
         preferred_smem_carveout=50 if cutlass.const_expr(T == 8) else 28,  # percent: the blocks that registers let in
         stream=stream,
     )
-
-
-TOKENS = (2, 4, 8)  # that are compiled; a call of another number takes the next
 
 
 def variants() -> Iterator[Variant]:

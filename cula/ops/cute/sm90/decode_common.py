@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the decode kernel share: sizes, flags, and numbers on their way from memory to registers."""
+"""What the parts of the decode kernel share: sizes, and numbers on their way from memory to registers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from cula.ops.cute.common.tiles import F32, I32, at_address
 D = 128  # K and V
 WARP_ROWS = 16  # rows of a state that a warp has
 MAX_WARPS = D // WARP_ROWS
-
-# Bits of `flags`, here and in the host side.
-IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
-    1 << i for i in range(10)
-)
 
 
 def vector_at(dtype: Any, address: Any, size: int, align: int = 0) -> Any:

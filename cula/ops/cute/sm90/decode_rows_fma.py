@@ -20,8 +20,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import COMMIT, WARP_ROWS, D, four_at, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import WARP_ROWS, D, four_at, read_four, vector_at, widened
 
 ROWS, LANES = 4, 8  # rows of a lane, lanes of a row
 SEGMENT = (32 - LANES) << 8 | 31  # a shuffle's: lanes are counted within those of a row

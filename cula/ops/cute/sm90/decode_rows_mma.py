@@ -33,8 +33,10 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import warp
 
+from cula.ops.cute.common.decode_flags import COMMIT
+from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import COMMIT, D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import D, read_four, vector_at, widened
 
 LANES = 4  # of a row
 LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
@@ -245,11 +247,6 @@ def write_state(words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, T: cutl
                         multiply(k8, S, flat(a, 4 * p + 2 * order, 2), flat(w, 4 * p + n, 1))
                 for side in cutlass.range_constexpr(2):
                     flat(words, n + 4 * j + 4 * LOADS * side, 1)[0] = packed(S[0, side], S[1, side])
-
-
-def flat(t: Any, start: int, size: int) -> Any:
-    """`size` registers of a compact array as a vector."""
-    return cute.make_tensor(t.iterator + start, cute.make_layout(size))
 
 
 def multiply(atom: Any, acc: Any, a: Any, b: Any) -> None:

@@ -9,15 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_KDA, IS_SCALAR, IS_SOFTPLUS, USE_NORM
+from cula.ops.cute.common.tiles import F32, I32, LOG2E
 from cula.ops.cute.sm90.decode_common import (
-    BETA_IS_F32,
-    G_IS_F32,
-    IS_BOUNDED,
-    IS_KDA,
-    IS_SCALAR,
-    IS_SOFTPLUS,
-    USE_NORM,
     D,
     four_at,
     load_words,
@@ -25,9 +19,6 @@ from cula.ops.cute.sm90.decode_common import (
     vector_at,
     widened,
 )
-
-LOG2E = 1.4426950408889634
-
 
 # Activation
 

@@ -35,7 +35,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.fragments import at_address
+from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.kda_prepare_steps import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
@@ -431,7 +431,7 @@ def state_kernel(
         for stage in cutlass.range_constexpr(STAGES):
             for tile, quarter in ((sT, LOWER_LEFT), (sP, UPPER_RIGHT)):
                 at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
-                cute.autovec_copy(zero, at_address(at, dtype, 8, 16))
+                cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
         cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles

@@ -59,6 +59,7 @@ from cula.ops.cute.common.tiles import (
     F32,
     I32,
     K_MAJOR,
+    LOG2E,
     MN_MAJOR,
     allocate_tile,
     at_address,
@@ -79,7 +80,6 @@ from cula.ops.cute.variants import Variant
 
 C = 64  # tokens in a chunk
 LANES = 64  # value channels of a warpgroup
-LOG2_E = 1.4426950408889634
 REACH = 150.0  # 2^-150 is zero in fp32
 MAX_DECAY = 1e4  # exp(-1e4) is zero too; keeps inf * 0 out of the exponents
 REGISTERS = 65536  # of a multiprocessor
@@ -303,7 +303,7 @@ class LightningSm90:
     @cute.jit
     def log2_decay(self, mDecay: cute.Tensor, head: I32):
         """-log2 f of a head, and the tokens after which a state's factor is zero in fp32."""
-        decay = cutlass.min(mDecay[head], F32(MAX_DECAY)) * LOG2_E
+        decay = cutlass.min(mDecay[head], F32(MAX_DECAY)) * LOG2E
         return decay, cutlass.min(REACH / cutlass.max(decay, F32(1e-7)), F32(MAX_REACH)).to(I32)
 
     @cute.jit
