@@ -187,6 +187,19 @@ def test_interpreted(interpreted, case, sm):
 
 
 @of_each
+def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, sm):
+    """However large its values are: the first's last chunk is loaded with some of them."""
+    p, x = make(Case((70, 64), shift=-4.0), "cpu", sm)
+    results = []
+    for size in (1.0, 1e9):
+        v, o, ht = x.v.clone(), torch.empty_like(x.v), torch.empty_like(x.initial_state)
+        v[:, 70:] *= size
+        kda.run(p, x._replace(v=v), kda.cut_into(p, 100, NUM_SMS), ht, o)
+        results.append((o[:, :70], ht[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@of_each
 @pytest.mark.parametrize("order", ["early", "first", "last"])
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
     interpreted(order)

@@ -3,7 +3,7 @@
 
 What a segment lacks is the state at its start.
   * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
-    without output.
+    without output. So it does, from the initial state, if there are no more than WARM.
   * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from the same walk in map
     mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
 Which it is, every warp finds out for itself from the data. Where all segments are warm nobody makes a map.
@@ -24,14 +24,15 @@ FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
 
 @cute.jit
 def warm_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
-    """How many chunks before number `end` forget all that came earlier; 0 if neither WARM of them nor the `have` there are do."""
+    """How many chunks to walk before number `end`: as many as forget all that came earlier, or all `have` of them, from the start
+    of the sequence. 0 if that would be more than WARM."""
     bound = cute.make_rmem_tensor((WARM,), F32)
     for w in cutlass.range_constexpr(WARM):
         bound[w] = mVec[cutlass.max(end - 1 - w, 0), hv, BOUND]
     total, found = F32(0.0), I32(0)
     for w in cutlass.range_constexpr(WARM):
         total += bound[w]
-        found = I32(w + 1) if found == 0 and w < have and total < F32(FORGOTTEN) else found
+        found = I32(w + 1) if found == 0 and (have == w + 1 or total < F32(FORGOTTEN)) else found
     return found
 
 

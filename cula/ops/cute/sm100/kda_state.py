@@ -87,8 +87,8 @@ def largest(x: cute.Tensor, top: F32):
 
 
 @cute.jit
-def largest_of_columns(t: cute.Tensor, at: I32, thread: I32):
-    """max |column `thread`| of the bf16 tile number `at`.
+def largest_of_columns(t: cute.Tensor, at: I32, left: I32, thread: I32):
+    """max |column `thread`| of the first `left` rows of the bf16 tile number `at`: later ones are another sequence's.
 
     A lane reads eight columns of eight rows, 16 bytes at a time; then lanes hand each other the halves that they do not keep.
     """
@@ -99,7 +99,7 @@ def largest_of_columns(t: cute.Tensor, at: I32, thread: I32):
     for p in cutlass.range_constexpr(8):
         cute.autovec_copy(of_t[None, p], eight)
         for c in cutlass.range_constexpr(8):
-            x = eight[c].to(F32)
+            x = eight[c].to(F32) if lane // 4 + 8 * p < left else F32(0.0)
             tops[c] = cute.arch.fmax(tops[c], cute.arch.fmax(x, -x))
     for step in (4, 2, 1):
         is_upper = (lane & 4 * step) != 0
@@ -427,7 +427,7 @@ def walk(
             cute.arch.mbarrier_wait(full + s, phase)
             top = F32(0.0)
             if is_f16:
-                top = largest_of_columns(sV, TILES * s + 3, thread) * factor[0]
+                top = largest_of_columns(sV, TILES * s + 3, left, thread) * factor[0]
                 if cutlass.const_expr(is_map):
                     top = top if which == 0 else F32(0.0)  # M does not see v
             if it > 0:

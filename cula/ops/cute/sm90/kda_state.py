@@ -15,6 +15,7 @@ blocks of lower numbers only, which have begun before it.
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
 | 0          | TMA loads                                  | 40        |
+| 1, 2       | TMA stores of a consumer's o               | 40        |
 | 4-7, 8-11  | the walk, 64 rows dv each                  | 232       |
 
 | shared memory                 | bytes  |
@@ -35,7 +36,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.fragments import shared_at, widen
 from cula.ops.cute.common.kda_prepare_steps import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
@@ -58,6 +59,10 @@ from cula.ops.cute.common.tiles import (
 STAGES = 2
 OF_B, OF_M, TO_WARM = 0, 1, 2  # walks without output
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+SAFELY_LOW, SAFELY_HIGH = (
+    2.0**-13,
+    2.0**13,
+)  # of sums of squares: a row between them is not far outside `kda_range`'s window, if at all
 TILE_BYTES, QUARTER_BYTES, MAP_BYTES = 64 * 128 * 2, 32 * 32 * 2, 128 * 128 * 2
 
 
@@ -85,28 +90,102 @@ def largest(S: cute.Tensor, top: cute.Tensor):
     """top[row] <- max(top[row], |S[row, :]|), of the columns that this thread holds."""
     for a in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            x = S[a, j].to(F32)
-            top[a] = cute.arch.fmax(top[a], cute.arch.fmax(x, -x))
+            top[a] = cute.arch.fmax(top[a], cute.arch.fmax(S[a, j], -S[a, j]))
 
 
 @cute.jit
-def keep_in_range(S: cute.Tensor, top: cute.Tensor, factor: cute.Tensor):
-    """Scale rows of S when they, or rows of v with largest values `top`, leave what fp16 holds well (`common/kda_range.py`)."""
-    largest(S, top)
-    leaves = I32(0)
+def over_row(x: F32):
+    """The largest of the four lanes that hold a row."""
+    for off in (1, 2):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=off))
+    return x
+
+
+@cute.jit
+def squares(x: cute.Tensor, sums: cute.Tensor, dtype: cutlass.Constexpr):
+    """sums[row] <- the sum of squares of the columns that this thread holds, roughly: in 16 bits, where too much is infinite. A
+    quarter of the work of finding the largest."""
+    pairs, part = cute.recast_tensor(x, I32), cute.make_rmem_tensor((4,), I32)  # of [columns, row]; two sums a row
+    part.fill(0)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        if cutlass.const_expr(dtype is F16):
+            part[i % 4] = cute.arch.fma_packed_f16x2(pairs[i], pairs[i], part[i % 4])
+        else:
+            part[i % 4] = cute.arch.fma_packed_bf16x2(pairs[i], pairs[i], part[i % 4])
+    of_column = cute.recast_tensor(part, dtype)  # [column, row, sum]
     for a in cutlass.range_constexpr(2):
-        for off in (1, 2):
-            top[a] = cute.arch.fmax(top[a], cute.arch.shuffle_sync_bfly(top[a], offset=off))
-        leaves = I32(1) if is_outside(top[a], factor[a]) else leaves
-    if cute.arch.vote_any_sync(leaves == 1):
-        move = cute.make_rmem_tensor((2,), F32)
+        first, second = [of_column[2 * a + i].to(F32) + of_column[2 * a + i + 1].to(F32) for i in (0, 4)]
+        sums[a] = first + second
+
+
+@cute.jit
+def is_safely_inside(half: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
+    """Whether no row of the warp needs a closer look: by the squares of S, rounded to fp16, and of what enters, in bf16 and not
+    scaled."""
+    (sums, of_v), is_low = [cute.make_rmem_tensor((2,), F32) for _ in range(2)], cutlass.Boolean(False)
+    squares(half, sums, F16)
+    if cutlass.const_expr(entering is not None):
+        squares(entering, of_v, BF16)
         for a in cutlass.range_constexpr(2):
-            move[a] = move_inside(top[a], factor[a])
-            factor[a] = factor[a] * move[a]
-        scale_rows(S, move)
+            sums[a] += of_v[a] * factor[a] * factor[a]
+    for a in cutlass.range_constexpr(2):
+        lanes = cute.arch.vote_ballot_sync(sums[a] >= F32(SAFELY_LOW))  # of the four of a row one is enough
+        lanes = lanes | (lanes >> 1)
+        lanes = lanes | (lanes >> 2)
+        is_low = is_low or (lanes & 0x11111111) != 0x11111111
+    is_high = not (sums[0] <= F32(SAFELY_HIGH) and sums[1] <= F32(SAFELY_HIGH))
+    return not (cute.arch.vote_any_sync(is_high) or is_low)
+
+
+@cute.jit
+def scale_into_range(S: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
+    """Scale rows of S that, or whose part of what enters, have left what fp16 holds well (`common/kda_range.py`)."""
+    top, move = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
+    top.fill(0.0)
+    if cutlass.const_expr(entering is not None):
+        wide = cute.make_rmem_tensor_like(entering, F32)
+        widen(entering, wide)
+        largest(rows_and_columns(wide), top)
+        for a in cutlass.range_constexpr(2):
+            top[a] = top[a] * factor[a]
+    largest(S, top)
+    for a in cutlass.range_constexpr(2):
+        top[a] = over_row(top[a])
+        move[a] = move_inside(top[a], factor[a]) if is_outside(top[a], factor[a]) else F32(1.0)
+        factor[a] = factor[a] * move[a]
+    scale_rows(S, move)
+
+
+@cute.jit
+def keep_in_range(accS: cute.Tensor, half: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
+    """S, and it rounded to fp16, such that fp16 holds it well, and so v with which it is to meet."""
+    if not is_safely_inside(half, entering, factor):
+        scale_into_range(rows_and_columns(accS), entering, factor)
+        half.store(accS.load().to(F16))
 
 
 # Segments
+
+
+def place_of_b(mB: Any, record: Any, part: Any, thread: Any) -> Any:
+    """Of a map's B, what this thread holds, [4, 16]: not as a matrix but in the order of registers, so that warps read and write
+    without gaps."""
+    start = mB[record, None, None].iterator + (part * 8192 + thread * 4)
+    return cute.make_tensor(start.align(16), cute.make_layout((4, 16), stride=(1, 512)))
+
+
+def in_fours(acc: Any) -> Any:
+    return cute.make_tensor(acc.iterator, cute.make_layout((4, 16)))
+
+
+@cute.jit
+def load_b(mB: cute.Tensor, record: I32, part: I32, thread: I32, acc: cute.Tensor):
+    cute.autovec_copy(place_of_b(mB, record, part, thread), in_fours(acc))
+
+
+@cute.jit
+def store_b(acc: cute.Tensor, mB: cute.Tensor, record: I32, part: I32, thread: I32):
+    cute.autovec_copy(in_fours(acc), place_of_b(mB, record, part, thread))
 
 
 @cute.jit
@@ -138,7 +217,8 @@ def chain(
     dtype: cutlass.Constexpr,
     bars: cute.Pointer,
     both: cutlass.Constexpr,
-    ours: cutlass.Constexpr,
+    part: I32,
+    thread: I32,
     is_issuer: cutlass.Boolean,
     record: I32,
     step: I32,
@@ -163,21 +243,19 @@ def chain(
     is_ahead = cutlass.const_expr(dtype is F16)
     following = cute.make_rmem_tensor_like(accS, F32)
     if is_ahead:
-        cute.autovec_copy(ours(mB[record, None, None]), following)
+        load_b(mB, record, part, thread, following)
     for i in cutlass.range(0, n, 2, unroll=1):
         for odd in cutlass.range_constexpr(2):
             if i + odd < n:
-                if is_ahead:
-                    top = cute.make_rmem_tensor((2,), F32)
-                    top.fill(0.0)
-                    keep_in_range(rows_and_columns(accS), top, factor)
                 hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
-                low.store((accS.load() - accS.load().to(dtype).to(F32)).to(dtype))
+                if is_ahead:
+                    keep_in_range(accS, hi, None, factor)
+                low.store((accS.load() - hi.load().to(F32)).to(dtype))
                 if is_ahead:
                     accS.store(following.load())
                     scale_rows(rows_and_columns(accS), factor)
                 else:
-                    cute.autovec_copy(ours(mB[record + (i + odd) * step, None, None]), accS)
+                    load_b(mB, record + (i + odd) * step, part, thread, accS)
                 cute.arch.mbarrier_wait(bars + odd, (i // 2) % 2)
                 warpgroup.fence()
                 atom = cute.make_mma_atom(mma_s.op)
@@ -187,7 +265,7 @@ def chain(
                         cute.gemm(atom, accS, seen_as_a(a)[None, None, k], b[None, None, k], accS)
                 warpgroup.commit_group()
                 if is_ahead:
-                    cute.autovec_copy(ours(mB[record + cutlass.min(i + odd + 1, n - 1) * step, None, None]), following)
+                    load_b(mB, record + cutlass.min(i + odd + 1, n - 1) * step, part, thread, following)
                 warpgroup.wait_group(0)
                 both.arrive_and_wait()
                 if i + odd + 2 < n and is_issuer:
@@ -252,6 +330,90 @@ def feed(
 
 
 @cute.jit
+def load_v(w: cutlass.Constexpr, rV: cute.Tensor, stage: I32, left: I32, sees_v: I32):
+    """v^T of a chunk, as an accumulator lies; zeros for M of a map, and past the sequence's end, where it is someone else's."""
+    cute.copy(w.load_v, w.v_s[None, None, None, stage], w.load_v.retile(rV))
+    if left < 64 or sees_v == 0:
+        words, c = cute.recast_tensor(rV, I32), w.thread % 4  # of tokens 8 j + 2 c, + 1, and two rows
+        last = left if sees_v == 1 else I32(0)
+        for j in cutlass.range_constexpr(8):
+            even = I32(0xFFFF) if 8 * j + 2 * c < last else I32(0)
+            odd = I32(-0x10000) if 8 * j + 2 * c + 1 < last else I32(0)
+            for a in cutlass.range_constexpr(2):
+                words[2 * j + a] = words[2 * j + a] & (even | odd)
+
+
+@cute.jit
+def weigh_v(w: cutlass.Constexpr, rV: cute.Tensor, bv: cute.Tensor, stage: I32, dtype: cutlass.Constexpr):
+    """b v^T, in the state's scale."""
+    widen(rV, bv)
+    BV = rows_and_columns(bv)
+    at_x = rows_and_columns(w.mmas[0].get_slice(w.thread).partition_C(cute.make_identity_tensor((64, 64))))
+    for j in cutlass.range_constexpr(cute.size(BV, mode=[1])):
+        beta = w.sVec[0, BETA + at_x[0, j][1], stage]
+        for a in cutlass.range_constexpr(2):
+            if cutlass.const_expr(dtype is F16):
+                BV[a, j] = BV[a, j] * w.factor[a]
+            BV[a, j] = beta * BV[a, j]
+
+
+@cute.jit
+def decay_columns(w: cutlass.Constexpr, S: cute.Tensor, at_s: cutlass.Constexpr, stage: I32, which: cutlass.Constexpr):
+    """S <- e^{G_C} S, half of its columns."""
+    columns = cute.size(S, mode=[1]) // 2
+    for j in cutlass.range_constexpr(which * columns, (which + 1) * columns):
+        decay = w.sVec[0, at_s[0, j][1], stage]
+        for a in cutlass.range_constexpr(2):
+            S[a, j] = S[a, j] * decay
+
+
+def o_barriers(part: Any) -> Any:
+    """Between a consumer and the warp that carries its o away: there is room for it, it is there."""
+    return [pipeline.NamedBarrier(barrier_id=first + part, num_threads=160) for first in (5, 7)]
+
+
+@cute.jit
+def hand_over_o(w: cutlass.Constexpr, accO: cute.Tensor, dtype: cutlass.Constexpr):
+    """o^T to shared memory, as [token, dv], from where `carry_o` takes it."""
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(rows_and_columns(accO), w.factor)
+    rO = rounded(accO)
+    has_room, is_there = o_barriers(w.part)
+    has_room.arrive_and_wait()
+    cute.copy(w.store_o, w.store_o.retile(rO), w.store_o.partition_D(swapped(w.sO)))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    is_there.arrive()
+
+
+@cute.jit
+def carry_o(tma_o: cute.CopyAtom, o_s: cute.Tensor, o_g: cute.Tensor, part: I32, from_chunk: I32, to_chunk: I32, tokens: I32):
+    """A warp for each consumer: its o to global memory, but not the last tokens of a sequence (`store_last_o`)."""
+    has_room, is_there = o_barriers(part)
+    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
+        has_room.arrive()
+        is_there.arrive_and_wait()
+        if tokens - chunk * 64 >= 64:
+            cute.copy(tma_o, o_s, o_g[None, chunk])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def store_last_o(w: cutlass.Constexpr, o_rows: cute.Tensor, chunk: I32, left: I32):
+    """The rest of a sequence that is less than a chunk: TMA would write on into the next sequence."""
+    if left < 64:
+        pipeline.NamedBarrier(barrier_id=1 + w.part, num_threads=128).arrive_and_wait()  # all warps have handed it over
+        for p in cutlass.range_constexpr(4):
+            row = p * 16 + w.thread // 8
+            if row < left:
+                cute.autovec_copy(
+                    cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
+                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
+                )
+
+
+@cute.jit
 def walk(
     w: cutlass.Constexpr,
     count: I32,
@@ -259,15 +421,18 @@ def walk(
     to_chunk: I32,
     tokens: I32,
     sees_v: I32,
-    output: cutlass.Constexpr,
+    o_rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
 
-    `output` is (TMA atom, o as its tiles in shared and global memory, o by rows), or None where there is none. The half M of a
-    map does not see v. Returns how many chunks have passed, `count` before these.
+    `o_rows` is o [64 tokens, 64 dv, chunk], or None where there is no output. The half M of a map does not see v. Returns how
+    many chunks have passed, `count` before these.
+
+    What the warps do between products is most of a chunk's time: they are few, and wait for every value. So it is little, and
+    what does not depend on a product is done while one runs.
     """
-    is_silent, is_f16 = cutlass.const_expr(output is None), cutlass.const_expr(dtype is F16)
+    is_silent, is_f16 = cutlass.const_expr(o_rows is None), cutlass.const_expr(dtype is F16)
     mma_x, mma_t, mma_s = w.mmas
     accS, factor = w.accS, w.factor
     bKb, bQg, bP, bT, bKr = w.operands
@@ -275,82 +440,40 @@ def walk(
     accX, accO = [thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64))) for _ in range(2)]
     accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
     at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
-    at_x = rows_and_columns(thr_x.partition_C(cute.make_identity_tensor((64, 64))))
-    S, X = rows_and_columns(accS), rows_and_columns(accX)
-    is_storing = w.thread // 32 == 0  # the warp that issues TMA stores
-    mine = pipeline.NamedBarrier(barrier_id=1 + w.part, num_threads=128)
-    o_s = w.store_o.partition_D(swapped(w.sO))
+    S = rows_and_columns(accS)
+    half = cute.make_rmem_tensor_like(accS, dtype)
     for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-        left, n = tokens - chunk * 64, count + chunk - from_chunk
+        n = count + chunk - from_chunk
         stage = n % STAGES
         cute.arch.mbarrier_wait(w.full + stage, n // STAGES % 2)
-        rV = cute.make_rmem_tensor_like(accX, BF16)
-        cute.copy(w.load_v, w.v_s[None, None, None, stage], w.load_v.retile(rV))
-        V = rows_and_columns(rV)
+        rV, bv = cute.make_rmem_tensor_like(accX, BF16), cute.make_rmem_tensor_like(accX, F32)
+        load_v(w, rV, stage, tokens - chunk * 64, sees_v)
+        half.store(accS.load().to(dtype))
         if is_f16:
-            top = cute.make_rmem_tensor((2,), F32)
-            top.fill(0.0)
-            largest(V, top)
-            for a in cutlass.range_constexpr(2):
-                top[a] = top[a] * factor[a]
-                if cutlass.const_expr(is_silent):
-                    top[a] = top[a] if sees_v == 1 else F32(0.0)
-            keep_in_range(S, top, factor)
-        aS = seen_as_a(rounded(accS, dtype))
-        issue(mma_x, accX, aS, bKb[None, None, None, stage], False)
-        if cutlass.const_expr(not is_silent):
-            issue(mma_x, accO, aS, bQg[None, None, None, stage], False)
-        for j in cutlass.range_constexpr(cute.size(S, mode=[1])):  # meanwhile the state decays
-            decay = w.sVec[0, at_s[0, j][1], stage]
-            for a in cutlass.range_constexpr(2):
-                S[a, j] = S[a, j] * decay
-        warpgroup.wait_group(0 if cutlass.const_expr(is_silent) else 1)  # R
-        for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
-            beta = w.sVec[0, BETA + at_x[0, j][1], stage]
-            if cutlass.const_expr(is_silent):
-                beta = beta if sees_v == 1 else F32(0.0)
-            for a in cutlass.range_constexpr(2):
-                x = V[a, j].to(F32)
-                if is_f16:
-                    x = x * factor[a]
-                X[a, j] = beta * x - X[a, j]
-        if left < 64:  # v past the end is someone else's
-            for j in cutlass.range_constexpr(cute.size(X, mode=[1])):
-                for a in cutlass.range_constexpr(2):
-                    X[a, j] = X[a, j] if at_x[a, j][1] < left else F32(0.0)
-        issue(mma_t, accU, seen_as_a(rounded(accX, dtype)), bT[None, None, None, stage], False)
+            keep_in_range(accS, half, rV, factor)
+        issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
+        weigh_v(w, rV, bv, stage, dtype)
+        decay_columns(w, S, at_s, stage, 0)
         warpgroup.wait_group(0)
+        rX = cute.make_rmem_tensor_like(accX, dtype)
+        rX.store((bv.load() - accX.load()).to(dtype))
+        issue(mma_t, accU, seen_as_a(rX), bT[None, None, None, stage], False)
+        if cutlass.const_expr(not is_silent):
+            issue(mma_x, accO, seen_as_a(half), bQg[None, None, None, stage], False)
+        decay_columns(w, S, at_s, stage, 1)
+        warpgroup.wait_group(0 if cutlass.const_expr(is_silent) else 1)
         aU = seen_as_a(rounded(accU, dtype))
         if cutlass.const_expr(not is_silent):
             issue(mma_x, accO, aU, bP[None, None, None, stage], True)
         issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
         if cutlass.const_expr(not is_silent):
-            tma_o, o_tiles_s, o_tiles_g, o_rows = output
-            warpgroup.wait_group(1)  # o; S is on its way
-            if is_f16:
-                unscale_rows(rows_and_columns(accO), factor)
-            rO = rounded(accO)
-            if is_storing:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            mine.arrive_and_wait()
-            cute.copy(w.store_o, w.store_o.retile(rO), o_s)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            mine.arrive_and_wait()
-            if left >= 64:
-                if is_storing:
-                    cute.copy(tma_o, o_tiles_s, o_tiles_g[None, chunk])
-                    cute.arch.cp_async_bulk_commit_group()
-            else:  # TMA would write on into the next sequence
-                for p in cutlass.range_constexpr(4):
-                    row = p * 16 + w.thread // 8
-                    if row < left:
-                        cute.autovec_copy(
-                            cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
-                            cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
-                        )
+            warpgroup.wait_group(1)
+            hand_over_o(w, accO, dtype)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(w.empty + stage)
+    if cutlass.const_expr(not is_silent):
+        store_last_o(w, o_rows, to_chunk - 1, tokens - (to_chunk - 1) * 64)
     return count + to_chunk - from_chunk
 
 
@@ -469,6 +592,11 @@ def state_kernel(
                 if cold == 1:
                     chained.arrive_and_wait()
                 count = feed(copies, full, empty, count, first_record, HV, start, to_chunk, False)
+        elif warp_id < 3 and is_walker:
+            part = warp_id - 1
+            of_part = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
+            o_s, o_g = tma_split(tma_o, sO, of_part)
+            carry_o(tma_o, o_s[None, part], o_g, part, start, to_chunk, tokens)
     else:
         # -- a consumer: 64 rows dv
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -524,7 +652,7 @@ def state_kernel(
                         unscale_rows(S, factor)
                     record = (own_number - i + (b_segment if task == OF_B else m_segment)) * HV + hv
                     if task == OF_B:
-                        cute.autovec_copy(accS, ours(mB[record, None, None]))
+                        store_b(accS, mB, record, part, thread)
                     else:
                         hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
                         low.store((accS.load() - hi.load().to(F32)).to(dtype))
@@ -549,7 +677,7 @@ def state_kernel(
                 both.arrive_and_wait()  # the tiles are free, too
                 cute.arch.fence_proxy("async.global")
                 if has_h0 == 0:  # from zero the first map gives its B
-                    cute.autovec_copy(ours(mB[record, None, None]), accS)
+                    load_b(mB, record, part, thread, accS)
                     record += HV
                 chain(
                     accS,
@@ -562,7 +690,8 @@ def state_kernel(
                     dtype,
                     map_bars,
                     both,
-                    ours,
+                    part,
+                    thread,
                     warp_id == 4,
                     record,
                     HV,
@@ -571,17 +700,12 @@ def state_kernel(
                 chained.arrive_and_wait()
 
             # -- the chunks, and what is left
-            of_sequence = lambda t: cute.local_tile(cute.domain_offset((sBegin[0], 0), t[None, None, hv]), (64, 64), (None, part))
-            o_tiles_s, o_tiles_g = tma_split(tma_o, sO, of_sequence(gO))
-            o_rows = of_sequence(mO)
-            output = (tma_o, o_tiles_s[None, part], o_tiles_g, o_rows)
-            count = walk(w, count, start, to_chunk, tokens, I32(1), output, dtype)
+            o_rows = cute.local_tile(cute.domain_offset((sBegin[0], 0), mO[None, None, hv]), (64, 64), (None, part))
+            count = walk(w, count, start, to_chunk, tokens, I32(1), o_rows, dtype)
             if is_f16:
                 unscale_rows(S, factor)
             if i == segments - 1 and has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
-            if thread // 32 == 0:
-                cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
