@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode of several tokens a row on the CuTe kernels: which kernel, how many rows a block, and the launch.
+"""Decode of several tokens a row on the CuTe kernels: which kernel, and the launch.
 
 `sm90/decode.py` says what the kernels compute.
 """
@@ -35,33 +35,26 @@ ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
 F32_BYTES = 16  # gates in float32, and states of either kind
+# States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
+# instead of two, and each of them has one of 132 multiprocessors to itself. H200, H = 32, us with 16 / 8 lanes: at N = 1
+# 3.10 / 3.33 for two tokens, 3.63 / 4.08 for four, 5.63 / 7.12 for eight; at N = 8 8.08 / 7.27, 10.0 / 8.86, 21.7 / 17.6.
+WIDE_STATES = 32
 
 
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
     T = next(T for T in TOKENS if T >= problem.T)
-    return f"decode_{T}_{SHORT[problem.pool_dtype]}"
-
-
-def num_warps(problem: DecodeProblem) -> int:
-    """Of a block, with 16 rows of a state each.
-
-    H200, H = 32, the best of 2, 4 and 8 for N = 1 / 8 / 64 / 256. float32: 4, but 8 for eight tokens at N = 8. bfloat16: two
-    tokens 2 / 2 / 4 / 4, four 4 / 4 / 8 / 8 (by 1 to 2 %), eight 4 / 8 / 8 / 8.
-    """
-    if problem.pool_dtype == torch.float32:
-        return 4
-    is_large = problem.T * problem.N * problem.HV >= 2048
-    return (2 if problem.T == 2 else 4) * (2 if is_large else 1)
+    is_wide = problem.pool_dtype == torch.float32 and problem.N * problem.HV <= WIDE_STATES
+    return f"decode_{T}_{SHORT[problem.pool_dtype]}" + ("_wide" if is_wide else "")
 
 
 def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` in place."""
-    return run(problem, x, num_warps(problem))
+    return run(problem, x, variant(problem))
 
 
-def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
-    """Launch with a given number of warps; returns o."""
+def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
+    """Launch a kernel of that name; returns o."""
     p, device = problem, x.q.device
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
@@ -73,7 +66,7 @@ def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
         beta=None if x.beta is None else _aligned(x.beta),
     )
     addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
-    load(variant(p), ARCH)(*addresses, *_numbers(p, x, to), warps, stream_of(device))
+    load(name, ARCH)(*addresses, *_numbers(p, x, to), stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -91,7 +84,7 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
         return None
-    kernel, numbers, form_of_o = load(variant(p), ARCH), (*_numbers(p, x, o), num_warps(p)), form_of(o)
+    kernel, numbers, form_of_o = load(variant(p), ARCH), _numbers(p, x, o), form_of(o)
     gate_bytes, index = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES, device.index
     if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
         gate_bytes = 1
@@ -147,7 +140,7 @@ def _is_aligned(t: Tensor) -> bool:
 
 
 def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float, ...]:
-    """The other arguments but the number of warps, in the order of `sm90/decode.py`."""
+    """The other arguments, in the order of `sm90/decode.py`."""
     options = p.options
     tokens = (x.q, x.k, x.v, o, x.g, x.beta)
     beta_top = 0.0

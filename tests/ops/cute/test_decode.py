@@ -34,6 +34,7 @@ class Case:
     mode: str = "kda"
     gate: str = "bounded"  # "softplus", "log"
     decay: float = 1.0  # the size of log decays that are given as such
+    forgets: bool = False  # some of them are -inf
     has_scalar_gate: bool = False
     has_parameters: bool = True  # of the gate
     norm: bool = True
@@ -45,7 +46,7 @@ class Case:
     null_is_nonpositive: bool = False
     commit: bool = True
     layout: str = "rows"  # "packed": q, k and v side by side, indices and slots apart; "odd": nothing is aligned
-    warps: int = 4
+    is_wide: bool = False  # 16 lanes a row of a float32 state, not 8
 
     def __str__(self) -> str:
         default = Case()
@@ -56,22 +57,25 @@ class Case:
 # Between them they take every kernel and flag.
 CASES = [
     Case(),
-    Case(pool=BF16, warps=2),
-    Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, warps=8),
-    Case(gate="log", norm=False, beta="plain", g=F32, rows=None, warps=2),
+    Case(pool=BF16),
+    Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, is_wide=True),
+    Case(gate="log", norm=False, beta="plain", g=F32, rows=None, is_wide=True),
     Case(mode="lightning", norm=False, pool=BF16),
-    Case(rows=(0, 3), null_is_nonpositive=True, beta="negative", warps=2),
-    Case(has_scalar_gate=True, gate="softplus", HV=2, pool=BF16, warps=8),
+    Case(rows=(0, 3), null_is_nonpositive=True, beta="negative"),
+    Case(has_scalar_gate=True, gate="softplus", HV=2, pool=BF16),
     Case(T=3, mode="lightning", norm=False, rows=(1, -1, 3), HV=2, H=2),
     Case(T=3, has_parameters=False, layout="odd", pool=BF16, beta_dtype=F32),
     Case(T=4, HV=2, layout="packed"),
-    Case(T=4, gate="log", decay=50.0, norm=False, beta="plain", g=F32, warps=8),
+    Case(T=4, gate="log", decay=50.0, norm=False, beta="plain", g=F32, is_wide=True),
+    Case(T=4, gate="log", forgets=True),
+    Case(T=4, gate="log", forgets=True, is_wide=True),
+    Case(T=4, pool=BF16, gate="log", forgets=True, g=F32),
     Case(T=4, pool=BF16, gate="softplus", beta="negative"),
     Case(T=4, commit=False, has_scalar_gate=True, gate="log", g=F32),
-    Case(T=5, pool=BF16, warps=8),
-    Case(T=7, mode="lightning", norm=True, HV=2, warps=8),
+    Case(T=5, pool=BF16),
+    Case(T=7, mode="lightning", norm=True, HV=2, is_wide=True),
     Case(T=8, HV=2, H=2, gate="log", decay=50.0, g=F32),
-    Case(T=8, warps=8),
+    Case(T=8, is_wide=True),
     Case(T=8, pool=BF16, layout="packed"),
 ]
 
@@ -107,6 +111,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
     per_channel = () if case.has_scalar_gate else (D,)
     g = normal(N, T, HV, *per_channel)
     g = -case.decay * torch.rand(g.shape, generator=random) if case.gate == "log" else g
+    g = g.masked_fill(g < -0.8 * case.decay, -torch.inf) if case.forgets else g
     beta = normal(N, T, HV).sigmoid() if case.beta == "plain" else normal(N, T, HV)
     has_A, has_bias = is_kda and case.gate != "log" and case.has_parameters, is_kda and case.gate != "log"
     x = DecodeInputs(
@@ -136,6 +141,11 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
     return dataclasses.replace(p, sm=p.sm or (9, 0)), x
 
 
+def kernel_of(case: Case, p: DecodeProblem) -> str:
+    """Its name; such small calls would all take the wide one of float32 states."""
+    return decode.variant(p) if case.is_wide else decode.variant(p).removesuffix("_wide")
+
+
 def wanted(p: DecodeProblem, x: DecodeInputs, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """o and the states after the call, of rows that have slots."""
     of = lambda t: None if t is None else t[rows]
@@ -160,7 +170,7 @@ def check(case: Case, device: str, run=decode.run) -> None:
     slots = [named[n] for n in live]
     want_o, want_state = wanted(p, x, live, slots)
     before = x.state.clone()
-    o = run(p, x, case.warps)
+    o = run(p, x, kernel_of(case, p))
     assert o is x.out
     assert relative_error(o[live], want_o) < TOLERANCE[BF16]
     padding = [n for n in range(p.N) if n not in live]
@@ -203,7 +213,7 @@ def test_interpreted(interpreted, case):
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
-@pytest.mark.parametrize("case", [Case(warps=2), Case(T=4, pool=BF16), Case(T=8)], ids=str)
+@pytest.mark.parametrize("case", [Case(is_wide=True), Case(T=4, pool=BF16), Case(T=8)], ids=str)
 def test_order_of_warps_does_not_matter(interpreted, order, case):
     interpreted(order)
     check(case, "cpu")
@@ -221,26 +231,17 @@ def test_a_missing_barrier_is_noticed(interpreted, order):
 
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 def test_cases_take_every_variant():
-    taken = {decode.variant(make(case, "cpu")[0]) for case in CASES}
+    taken = {kernel_of(case, make(case, "cpu")[0]) for case in CASES}
     assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])}
 
 
-@pytest.mark.parametrize(
-    ("pool", "T", "best"),
-    [
-        (F32, 2, (4, 4, 4)),
-        (F32, 8, (4, 4, 4)),
-        (BF16, 2, (2, 2, 4)),
-        (BF16, 3, (4, 4, 8)),
-        (BF16, 4, (4, 4, 8)),
-        (BF16, 8, (4, 8, 8)),
-    ],
-)
-def test_num_warps(pool, T, best):
-    """For N = 1, 8, 64 with 32 heads, as measured; never fewer than tokens, up to four."""
-    p = dataclasses.replace(make(Case(T=T, pool=pool), "cpu")[0], HV=32)
-    assert tuple(decode.num_warps(dataclasses.replace(p, N=N)) for N in (1, 8, 64)) == best
-    assert min(best) >= min(T, 4)
+@pytest.mark.parametrize("T", [2, 3, 4, 8])
+def test_few_float32_states_take_the_wide_kernel(T):
+    """For N = 1, 8, 64 with 32 heads, as measured."""
+    p = dataclasses.replace(make(Case(T=T), "cpu")[0], HV=32)
+    for pool, names in ((F32, ("f32_wide", "f32", "f32")), (BF16, ("bf16", "bf16", "bf16"))):
+        calls = [dataclasses.replace(p, N=N, pool_dtype=pool) for N in (1, 8, 64)]
+        assert [decode.variant(call) for call in calls] == [f"decode_{4 if T == 3 else T}_{name}" for name in names]
 
 
 @pytest.fixture

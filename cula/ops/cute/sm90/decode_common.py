@@ -12,13 +12,19 @@ from cutlass import Int64
 from cula.ops.cute.common.tiles import F32, I32, at_address
 
 D = 128  # K and V
-WARP_ROWS = 16  # rows of a state that a warp has
-MAX_WARPS = D // WARP_ROWS
+WARPS = D // 32  # of a block: while it prepares, a lane has a channel
 
 
 def vector_at(dtype: Any, address: Any, size: int, align: int = 0) -> Any:
     """A vector in global memory."""
     return cute.make_tensor(at_address(dtype, address, align or dtype.width // 8), cute.make_layout(size))
+
+
+def number_at(dtype: Any, address: Any, position: Any) -> Any:
+    """One number in global memory, integers as a word. Loaded here, and not where a compiler that sinks loads finds its use."""
+    at = at_address(dtype, address + Int64(position) * (dtype.width // 8), dtype.width // 8)
+    number = cute.arch.load(at, dtype, cop="ca")
+    return number if dtype is F32 else number.to(I32)
 
 
 def four_at(table: Any, position: Any) -> Any:
@@ -34,32 +40,39 @@ def read_four(table: cute.Tensor, position: I32):
     return four
 
 
+def select(condition: Any, x: Any, y: Any) -> Any:
+    """`x if condition else y` of two numbers that both are there: never a branch."""
+    return type(x)(cutlass.select_(condition, x, y))
+
+
 # What is loaded stays as it is until all loads are on their way: to widen a number is to wait for it.
 
 
-@cute.jit
-def load_words(words: cute.Tensor, address: Int64, offset: I32, is_f32: I32):
-    """float32 or bfloat16 numbers, as many as `words`, at a multiple of their size."""
-    count = cute.size(words)
-    if is_f32 != 0:
-        cute.autovec_copy(vector_at(I32, address + Int64(offset) * 4, count, 4 * count), words)
-    else:
-        if cutlass.const_expr(count == 1):
-            words[0] = vector_at(cutlass.Uint16, address + Int64(offset) * 2, 1)[0].to(I32)
-        else:
-            half = cute.make_tensor(words.iterator, cute.make_layout(count // 2))
-            cute.autovec_copy(vector_at(I32, address + Int64(offset) * 2, count // 2, 2 * count), half)
+def load_halves(address: Any, place: Any, places: list, is_f32: Any) -> list[tuple[Any, Any]]:
+    """Numbers in float32 or bfloat16, at some places behind a place: their upper 16 bits, and the lower ones of a float32."""
+    size = select(is_f32, I32(4), I32(2))
+    at = address + place * size
+    upper = at + (size - 2)
+    return [tuple(number_at(cutlass.Uint16, half + Int64(p * size), 0) for half in (upper, at)) for p in places]
 
 
 @cute.jit
-def widened(words: cute.Tensor, is_f32: I32, count: cutlass.Constexpr):
-    """The numbers in what `load_words` left."""
+def number_of(halves: cutlass.Constexpr, is_f32: cutlass.Boolean):
+    """The float32 number that `load_halves` has loaded."""
+    out = cute.make_rmem_tensor((1,), F32)
+    bits = cute.recast_tensor(out, I32)
+    bits[0] = halves[0] << 16
+    if cutlass.const_expr(is_f32 is not False):
+        bits[0] = (halves[0] << 16) | select(is_f32, halves[1] & 0xFFFF, I32(0))
+    return out[0]
+
+
+@cute.jit
+def widened(words: cute.Tensor, count: cutlass.Constexpr):
+    """bfloat16 numbers, two a word."""
     out = cute.make_rmem_tensor((count,), F32)
     bits = cute.recast_tensor(out, I32)
     for e in cutlass.range_constexpr(count):
         word = words[e // 2]
         bits[e] = word << 16 if cutlass.const_expr(e % 2 == 0) else word & I32(-65536)
-    if is_f32 != 0:
-        for e in cutlass.range_constexpr(count):
-            bits[e] = words[e]
     return out

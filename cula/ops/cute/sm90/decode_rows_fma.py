@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode, what meets a state in float32: multiply-adds. `decode.py` has the formulas.
 
-8 lanes share a row, and a lane holds four pieces of 4 columns of four rows next to each other, 64 numbers.
-  1. 2T sums of products over a lane's columns, and over the 8 lanes by halves: a lane sends half of its sums and keeps the other,
-     three times, and has one left. Which sum it accumulates as its j-th depends on the lane (j ^ lane), so that all lanes send
-     the same registers.
-  2. The recurrence of u. Lane i has b_i (v_i - R_i), or Q_i; column i of (-b A; P) times u_i, which all lanes are told, is added.
+8 or 16 lanes share a row, and a lane holds pieces of 4 columns of four rows next to each other. With 16 lanes a warp has 8 rows
+instead of 16: half as much to do and twice as many warps that prepare, which is for little work.
+  1. 2T sums of products over a lane's columns, and over the lanes by halves: a lane sends half of its sums and keeps the other.
+     First by vectors, 8 of them at most: which one a lane accumulates as its j-th depends on the lane (j ^ lane), so that all
+     lanes send the same registers. Then, of 16 lanes, by rows, for the same end numbered anew in the second 8 (`row_of`).
+  2. The recurrence of u. A lane has its role, R or Q of a token, for `kept` rows. u_i, which all lanes of a row are told, is
+     added with its factor.
   3. S_T.
 
-`vectors` [2T, 128] has -b k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}. The 8 lanes of a
-row read 128 bytes next to each other, so no bank is asked twice.
+`vectors` [2T, 128] has k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}. 8 lanes next to each
+other ask for 128 bytes next to each other: a line of the state's, or every bank of shared memory once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -22,145 +25,178 @@ from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import WARP_ROWS, D, four_at, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_tokens import mixing
 
-ROWS, LANES = 4, 8  # rows of a lane, lanes of a row
-SEGMENT = (32 - LANES) << 8 | 31  # a shuffle's: lanes are counted within those of a row
-assert ROWS * 32 // LANES == WARP_ROWS
-
-
-def first_row(lane: Any) -> Any:
-    """Of a lane, among its warp's."""
-    return lane // LANES * ROWS
+ROWS = 4  # of a lane
+LINE = 8  # lanes that have a line of a row together
+SAME_LINE = (32 - LINE) << 8 | 31  # a shuffle's segments
 
 
-def role(lane: Any, T: int) -> Any:
-    """With up to four tokens lanes of a row have roles 0..2T-1: R of the tokens, then Q."""
-    return lane % min(2 * T, LANES)
+@dataclass(frozen=True)
+class RowsFma:
+    """What T tokens do to the rows of a warp."""
 
+    T: int
+    lanes: int  # of a row
 
-@cute.jit
-def load_values(v: Int64, v_token: I32, tokens: I32, T: cutlass.Constexpr, lane: I32):
-    """Of v, lane i of a row wants token i. v is the address of the lane's rows of token 0."""
-    values = cute.make_rmem_tensor((ROWS // 2,), I32)
-    values.fill(0)
-    token = role(lane, T)
-    if token < tokens and token < T:
-        cute.autovec_copy(vector_at(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
-    return values
+    dtype = F32  # of the states
 
+    @property
+    def warp_rows(self) -> int:
+        return ROWS * 32 // self.lanes
 
-@cute.jit
-def write_zeros(to: Int64, o_token: I32, tokens: I32, lane: I32):
-    zeros = cute.make_rmem_tensor((ROWS,), BF16)
-    zeros.fill(0.0)
-    token = lane % LANES
-    if token < tokens:
-        cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+    @property
+    def pieces(self) -> int:
+        """Of 4 columns, of a row and lane."""
+        return D // (4 * self.lanes)
 
+    @property
+    def roles(self) -> int:
+        """Lanes have these: with up to four tokens R of the tokens, then Q; with eight R, and Q as a second one."""
+        return min(2 * self.T, LINE)
 
-def state_at(state: Any, lane: Any) -> Any:
-    """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, rows]."""
-    layout = cute.make_layout((4, D // (4 * LANES), ROWS), stride=(1, 4 * LANES, D))
-    return cute.make_tensor(at_address(F32, state + Int64(lane % LANES * 16), 16), layout)
+    @property
+    def kept(self) -> int:
+        """Rows that a lane keeps the sums of: its first."""
+        return ROWS * LINE // self.lanes
 
+    def row_of(self, r: int, lane: Any) -> Any:
+        """The row that is a lane's r-th, among its warp's."""
+        return lane // self.lanes * ROWS + (r ^ (lane % self.lanes // LINE * self.kept))
 
-@cute.jit
-def put(
-    tables: cutlass.Constexpr,
-    T: cutlass.Constexpr,
-    i: I32,
-    lane: I32,
-    key: cute.Tensor,
-    query: cute.Tensor,
-    write: cute.Tensor,
-):
-    """Token i's -b k e^G, q e^G and k e^{G_T - G}, four channels a lane, to the tables."""
-    vectors, writes, at = tables[0], tables[1], 4 * lane
-    cute.autovec_copy(key, four_at(vectors, i * D + at))
-    cute.autovec_copy(query, four_at(vectors, (T + i) * D + at))
-    cute.autovec_copy(write, four_at(writes, i * D + at))
+    def first_row(self, lane: Any) -> Any:
+        """Of those that a lane reads v and writes o of, among its warp's."""
+        return self.row_of(0, lane)
 
+    def token_of_v(self, lane: Any) -> Any:
+        """T or more where a lane wants no v."""
+        return lane % LINE
 
-@cute.jit
-def sum_by_halves(sums: cute.Tensor, count: cutlass.Constexpr, r: cutlass.Constexpr):
-    """The sum of row r that is this lane's: sums[r, j] of a lane belongs to vector j ^ lane. `count` of them, 4 or 8."""
-    half = count // 2
-    while cutlass.const_expr(half > 0):
-        for j in cutlass.range_constexpr(half):
-            sums[r, j] += cute.arch.shuffle_sync_bfly(sums[r, j + half], offset=half)
-        half //= 2
-    whole = count
-    while cutlass.const_expr(whole < LANES):
-        sums[r, 0] += cute.arch.shuffle_sync_bfly(sums[r, 0], offset=whole)
-        whole *= 2
+    @cute.jit
+    def load_values(self, v: Int64):
+        """v of the lane's rows, which begin at that address."""
+        values = cute.make_rmem_tensor((self.kept // 2,), I32)
+        cute.autovec_copy(vector_at(I32, v, self.kept // 2, 2 * self.kept), values)
+        return values
 
+    def write_zeros(self, to: Any, o_token: Any, tokens: Any, lane: Any) -> None:
+        zeros = cute.make_rmem_tensor((self.kept,), F32)
+        zeros.fill(0.0)
+        self.write_output(zeros, to, o_token, tokens, lane)
 
-@cute.jit
-def decode_rows(
-    stored: cute.Tensor,
-    gS: cute.Tensor,
-    values: cute.Tensor,
-    tables: cutlass.Constexpr,
-    tokens: I32,
-    flags: I32,
-    T: cutlass.Constexpr,
-    lane: I32,
-    to: Int64,
-    o_token: I32,
-):
-    """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
-    vectors, writes, mix, strengths = tables[:4]
-    of_row, which_sum = lane % LANES, role(lane, T)
-    S = cute.make_tensor(stored.iterator, cute.make_layout((D // LANES, ROWS)))
+    @cute.jit
+    def write_output(self, x: cute.Tensor, to: Int64, o_token: I32, tokens: I32, lane: I32):
+        """o of the lane's rows, if it has role Q. `to` is the address of the rows of token 0."""
+        token = lane % LINE - (self.T if cutlass.const_expr(self.T <= 4) else 0)
+        if token >= 0 and token < tokens:
+            out = cute.make_rmem_tensor((self.kept,), BF16)
+            for r in cutlass.range_constexpr(self.kept):
+                out[r] = x[r].to(BF16)
+            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, self.kept, 2 * self.kept))
 
-    # R and Q: 2T sums, 8 at a time
-    count = min(2 * T, LANES)
-    x = cute.make_rmem_tensor((ROWS, 2 * T // count), F32)
-    for part in cutlass.range_constexpr(2 * T // count):
-        sums = cute.make_rmem_tensor((ROWS, count), F32)
-        sums.fill(0.0)
-        for c in cutlass.range_constexpr(D // (4 * LANES)):
-            for j in cutlass.range_constexpr(count):
-                which = part * count + (j ^ which_sum)
-                four = read_four(vectors, which * D + of_row * 4 + c * 4 * LANES)
-                for r in cutlass.range_constexpr(ROWS):
-                    for e in cutlass.range_constexpr(4):
-                        sums[r, j] += S[4 * c + e, r] * four[e]
+    def row_at(self, state: Any, r: int, lane: Any) -> Any:
+        """Row r of a lane in the pool, [4 columns, pieces]; `state` is where the rows of its warp begin."""
+        at = state + Int64((self.row_of(r, lane) * D + lane % self.lanes * 4) * 4)
+        return cute.make_tensor(at_address(F32, at, 16), cute.make_layout((4, self.pieces), stride=(1, 4 * self.lanes)))
+
+    def row_in(self, stored: Any, r: int) -> Any:
+        """The same in registers."""
+        return cute.make_tensor(stored.iterator + r * 4 * self.pieces, cute.make_layout((4, self.pieces)))
+
+    @cute.jit
+    def load_state(self, state: Int64, lane: I32):
+        stored = cute.make_rmem_tensor((4 * self.pieces, ROWS), F32)
         for r in cutlass.range_constexpr(ROWS):
-            sum_by_halves(sums, count, r)
-            x[r, part] = sums[r, 0]
+            cute.autovec_copy(self.row_at(state, r, lane), self.row_in(stored, r))
+        return stored
 
-    # u and o
-    strength = strengths[which_sum] if which_sum < T else F32(0.0)
-    of_v = widened(values, I32(0), ROWS)
-    for r in cutlass.range_constexpr(ROWS):
-        x[r, 0] += strength * of_v[r]
-    u = cute.make_rmem_tensor((ROWS, T), F32)
-    for i in cutlass.range_constexpr(T):
-        for r in cutlass.range_constexpr(ROWS):
-            u[r, i] = cute.arch.shuffle_sync(x[r, 0], i, mask_and_clamp=SEGMENT)
-        for part in cutlass.range_constexpr(2 * T // count):
-            m = mix[(part * count + which_sum) * T + i]
+    def put_vectors(self, tables: Any, t: int, channel: Any, key: Any, query: Any) -> None:
+        """k e^G and q e^G of token t, to the tables."""
+        tables[0][t * D + channel], tables[0][(self.T + t) * D + channel] = key, query
+
+    def put_write(self, tables: Any, t: int, channel: Any, write: Any) -> None:
+        """k e^{G_T - G} of token t."""
+        tables[1][t * D + channel] = write
+
+    @cute.jit
+    def sum_over_lanes(self, sums: cute.Tensor):
+        """To sums[:kept, 0], the lane's own. sums[r, j] of a lane belong to its r-th row and vector j ^ lane."""
+        half = self.roles // 2
+        while cutlass.const_expr(half > 0):
             for r in cutlass.range_constexpr(ROWS):
-                x[r, part] += m * u[r, i]
-    token = of_row if cutlass.const_expr(2 * T > LANES) else of_row - T
-    if token >= 0 and token < tokens:
-        out = cute.make_rmem_tensor((ROWS,), BF16)
-        for r in cutlass.range_constexpr(ROWS):
-            out[r] = x[r, 2 * T // count - 1].to(BF16)
-        cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+                for j in cutlass.range_constexpr(half):
+                    sums[r, j] += cute.arch.shuffle_sync_bfly(sums[r, j + half], offset=half)
+            half //= 2
+        for r in cutlass.range_constexpr(ROWS - self.kept):
+            sums[r, 0] += cute.arch.shuffle_sync_bfly(sums[r + self.kept, 0], offset=LINE)
+        if cutlass.const_expr(self.roles < LINE):  # two lanes of a line have the same role
+            for r in cutlass.range_constexpr(self.kept):
+                sums[r, 0] += cute.arch.shuffle_sync_bfly(sums[r, 0], offset=self.roles)
 
-    # The state after the last token
-    if (flags & COMMIT) != 0:
-        for c in cutlass.range_constexpr(D // (4 * LANES)):
-            decay = read_four(writes, T * D + of_row * 4 + c * 4 * LANES)
-            for r in cutlass.range_constexpr(ROWS):
-                for e in cutlass.range_constexpr(4):
-                    S[4 * c + e, r] *= decay[e]
+    @cute.jit
+    def decode_rows(
+        self,
+        stored: cute.Tensor,
+        state: Int64,
+        values: cute.Tensor,
+        b: F32,
+        scale: F32,
+        tables: cutlass.Constexpr,
+        tokens: I32,
+        flags: I32,
+        lane: I32,
+        to: Int64,
+        o_token: I32,
+    ):
+        """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+        vectors, writes, mix = tables
+        T, kept, roles, parts = self.T, self.kept, self.roles, 2 * self.T // self.roles
+        role, at = lane % roles, lane % self.lanes * 4
+        factors = [mixing(mix, role + part * roles, F32(0.0) if part else b, scale, T, flags) for part in range(parts)]
+
+        # R and Q: 2T sums, 8 at a time
+        x = cute.make_rmem_tensor((kept, parts), F32)
+        for part in cutlass.range_constexpr(parts):
+            sums = cute.make_rmem_tensor((ROWS, roles), F32)
+            sums.fill(0.0)
+            for c in cutlass.range_constexpr(self.pieces):
+                for j in cutlass.range_constexpr(roles):
+                    four = read_four(vectors, (part * roles + (j ^ role)) * D + at + c * 4 * self.lanes)
+                    for r in cutlass.range_constexpr(ROWS):
+                        for e in cutlass.range_constexpr(4):
+                            sums[r, j] += stored[4 * c + e, r] * four[e]
+            self.sum_over_lanes(sums)
+            for r in cutlass.range_constexpr(kept):
+                x[r, part] = sums[r, 0] * factors[part][0]
+
+        # u and o
+        of_v = widened(values, kept)
+        for r in cutlass.range_constexpr(kept):
+            x[r, 0] += factors[0][1] * of_v[r]
+        u = cute.make_rmem_tensor((ROWS, T), F32)
+        for i in cutlass.range_constexpr(T):
+            for r in cutlass.range_constexpr(kept):
+                u[r, i] = cute.arch.shuffle_sync(x[r, 0], i, mask_and_clamp=SAME_LINE)
+                for part in cutlass.range_constexpr(parts):
+                    x[r, part] += factors[part][2][i] * u[r, i]
+        of_queries = cute.make_tensor(x.iterator + (parts - 1) * kept, cute.make_layout(kept))
+        self.write_output(of_queries, to, o_token, tokens, lane)
+
+        # The state after the last token
+        if (flags & COMMIT) != 0:
             for i in cutlass.range_constexpr(T):
-                four = read_four(writes, i * D + of_row * 4 + c * 4 * LANES)
+                for r in cutlass.range_constexpr(kept, ROWS):
+                    u[r, i] = cute.arch.shuffle_sync_bfly(u[r - kept, i], offset=LINE)
+            for c in cutlass.range_constexpr(self.pieces):
+                decay = read_four(writes, T * D + at + c * 4 * self.lanes)
                 for r in cutlass.range_constexpr(ROWS):
                     for e in cutlass.range_constexpr(4):
-                        S[4 * c + e, r] += u[r, i] * four[e]
-        cute.autovec_copy(stored, gS)
+                        stored[4 * c + e, r] *= decay[e]
+                for i in cutlass.range_constexpr(T):
+                    four = read_four(writes, i * D + at + c * 4 * self.lanes)
+                    for r in cutlass.range_constexpr(ROWS):
+                        for e in cutlass.range_constexpr(4):
+                            stored[4 * c + e, r] += u[r, i] * four[e]
+            for r in cutlass.range_constexpr(ROWS):
+                cute.autovec_copy(self.row_in(stored, r), self.row_at(state, r, lane))

@@ -10,7 +10,8 @@ states keep 8.
   1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts
      as rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
      at numbers 2c and 2c + 1 of both sides, which are rows 4c .. 4c + 3 of the warp's, so next to each other.
-  2. The recurrence of u. Lane (i, c) has b_i (v_i - R_i); column i of (-b A; P) times u_i, which all lanes are told, is added.
+  2. The recurrence of u. Lane (i, c) has R_i or Q_i of its rows, and v_i; u_i, which all lanes are told, is added
+     with its factor.
   3. S_T starts as e^{G_T} S0 in float32, and is the accumulator of two products m16n8k8 for every 8 columns and four tokens. The
      reduction is over tokens and parts: lane c has (u_hi, u_lo) times (w_hi, w_lo) of token c, then (u_lo, u_hi) times the same.
 
@@ -26,6 +27,7 @@ g' is g ^ 2c, with which a quarter of a warp's 16-byte reads fall into different
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -37,6 +39,7 @@ from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
 from cula.ops.cute.sm90.decode_common import D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_tokens import mixing
 
 LANES = 4  # of a row
 LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
@@ -45,46 +48,194 @@ ROWS = 4  # of a lane, once the vectors have met the state
 SAME_C = (LANES - 1) << 8 | 31  # a shuffle's segments: lanes of the same c
 
 
-def first_row(lane: Any) -> Any:
-    """Of those that a lane reads v and writes o of, among its warp's."""
-    return lane % LANES * ROWS
+@dataclass(frozen=True)
+class RowsMma:
+    """What T tokens do to the rows of a warp."""
 
+    T: int
 
-def groups(T: int) -> int:
-    """Of up to four tokens."""
-    return max(T // 4, 1)
+    dtype = BF16  # of the states
+    warp_rows = 16
 
+    @property
+    def groups(self) -> int:
+        """Of up to four tokens."""
+        return max(self.T // 4, 1)
 
-@cute.jit
-def load_values(v: Int64, v_token: I32, tokens: I32, T: cutlass.Constexpr, lane: I32):
-    """Of v, lanes of g = i want token i. v is the address of the lane's rows of token 0."""
-    values = cute.make_rmem_tensor((ROWS // 2,), I32)
-    values.fill(0)
-    token = lane // LANES
-    if token < tokens:
-        cute.autovec_copy(vector_at(I32, v + Int64(token * v_token) * 2, ROWS // 2, 8), values)
-    return values
+    def first_row(self, lane: Any) -> Any:
+        """Of those that a lane reads v and writes o of, among its warp's."""
+        return lane % LANES * ROWS
 
+    def token_of_v(self, lane: Any) -> Any:
+        """T or more where a lane wants no v."""
+        return lane // LANES
 
-@cute.jit
-def write_zeros(to: Int64, o_token: I32, tokens: I32, lane: I32):
-    zeros = cute.make_rmem_tensor((ROWS,), BF16)
-    zeros.fill(0.0)
-    token = lane // LANES
-    if token < tokens:
-        cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+    @cute.jit
+    def load_values(self, v: Int64):
+        """v of the lane's rows, which begin at that address."""
+        values = cute.make_rmem_tensor((ROWS // 2,), I32)
+        cute.autovec_copy(vector_at(I32, v, ROWS // 2, 8), values)
+        return values
+
+    @cute.jit
+    def write_zeros(self, to: Int64, o_token: I32, tokens: I32, lane: I32):
+        zeros = cute.make_rmem_tensor((ROWS,), BF16)
+        zeros.fill(0.0)
+        token = lane // LANES
+        if token < tokens:
+            cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+
+    @cute.jit
+    def load_state(self, state: Int64, lane: I32):
+        gS = state_at(state, lane)
+        stored = cute.make_rmem_tensor(gS.shape, BF16)
+        cute.autovec_copy(gS, stored)
+        return stored
+
+    @cute.jit
+    def put_vectors(self, tables: cutlass.Constexpr, t: cutlass.Constexpr, channel: I32, key: F32, query: F32):
+        """k e^G and q e^G of token t, to the tables."""
+        T, j, (eighth, half, e, odd) = self.T, channel // 32, places(channel)
+        numbers = cute.make_rmem_tensor((2,), F32)
+        numbers[0], numbers[1] = key, query
+        halves = cute.make_tensor(cute.recast_ptr(tables[0].iterator, dtype=BF16), cute.make_layout(4 * T * D))
+        for w, part in enumerate(split(numbers)):
+            for n in cutlass.range_constexpr(2):
+                vector, word = (n * T + t, w) if T <= 4 else (w * T + t, n)
+                at = ((2 * T * (2 * j + half) + vector) * 4 + eighth) * 4 + 2 * e + word
+                halves[2 * at + odd] = part[n].to(BF16)
+
+    @cute.jit
+    def put_write(self, tables: cutlass.Constexpr, t: cutlass.Constexpr, channel: I32, write: F32):
+        """k e^{G_T - G} of token t."""
+        j, (eighth, half, e, odd) = channel // 32, places(channel)
+        number = cute.make_rmem_tensor((1,), F32)
+        number[0] = write
+        high, low = split(number)
+        group, c = t // LANES, t % LANES
+        at = ((group * LOADS + j) * min(self.T, LANES) + c) * 8 + ((2 * eighth + odd) ^ (2 * c))
+        words_at(tables[1], at * 4 + 2 * half + e, 1)[0] = packed(high[0], low[0])
+
+    @cute.jit
+    def decode_rows(
+        self,
+        stored: cute.Tensor,
+        state: Int64,
+        values: cute.Tensor,
+        b: F32,
+        scale: F32,
+        tables: cutlass.Constexpr,
+        tokens: I32,
+        flags: I32,
+        lane: I32,
+        to: Int64,
+        o_token: I32,
+    ):
+        """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+        vectors, writes, mix = tables
+        T, groups = self.T, self.groups
+        g, c = lane // LANES, lane % LANES
+        role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q; with eight R, and Q as a second one
+        factors = [mixing(mix, role + 8 * p, F32(0.0) if p else b, scale, T, flags) for p in range(groups)]
+        words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
+
+        # R and Q. Up to four tokens have steps in two sums, so that half as many products wait for each other; eight have two
+        # parts.
+        parts = max(T // 4, 1)  # in products of their own
+        chains = 2 // parts
+        k16 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)))
+        acc = cute.make_rmem_tensor((2, 2, 2, chains), F32)  # [number 2c or 2c + 1, vector g or g + 8, side]
+        acc.fill(0.0)
+        for s in cutlass.range_constexpr(STEPS):
+            for part in cutlass.range_constexpr(parts):
+                a = cute.make_rmem_tensor((4,), I32)
+                cute.autovec_copy(words_at(vectors, (((s * parts + part) * min(2 * T, 8) + role) * 4 + c) * 4, 4), a)
+                for side in cutlass.range_constexpr(2):
+                    multiply(k16, flat(acc, 4 * side + 8 * (s % chains), 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
+        x = cute.make_rmem_tensor((ROWS, groups), F32)  # b (v - R) or Q; with eight tokens both
+        for r in cutlass.range_constexpr(ROWS):
+            both = [sum_of([acc[r % 2, n, r // 2, chain] for chain in range(chains)]) for n in range(2)]
+            if cutlass.const_expr(T <= 4):
+                x[r, 0] = (both[0] + both[1]) * factors[0][0]
+            else:
+                x[r, 0], x[r, 1] = both[0] * factors[0][0], both[1] * factors[1][0]
+
+        # u and o
+        of_v = widened(values, ROWS)
+        for r in cutlass.range_constexpr(ROWS):
+            x[r, 0] += factors[0][1] * of_v[r]
+        for i in cutlass.range_constexpr(T):
+            u = cute.make_rmem_tensor((ROWS,), F32)
+            for r in cutlass.range_constexpr(ROWS):
+                u[r] = cute.arch.shuffle_sync(x[r, 0], LANES * i, mask_and_clamp=SAME_C)
+            for p in cutlass.range_constexpr(groups):
+                for r in cutlass.range_constexpr(ROWS):
+                    x[r, p] += factors[p][2][i] * u[r]
+        token = g if cutlass.const_expr(T == 8) else g - T
+        if token >= 0 and token < tokens:
+            out = cute.make_rmem_tensor((ROWS,), BF16)
+            for r in cutlass.range_constexpr(ROWS):
+                out[r] = x[r, groups - 1].to(BF16)
+            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+
+        if (flags & COMMIT) != 0:
+            self.write_state(words, x, writes, lane)
+            cute.autovec_copy(stored, state_at(state, lane))
+
+    @cute.jit
+    def write_state(self, words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, lane: I32):
+        """S0 becomes S_T. Lane (i, c) has u of token i and rows 4c .. 4c + 3 in `x[:, 0]`."""
+        T, groups = self.T, self.groups
+        g, c = lane // LANES, lane % LANES
+        a = cute.make_rmem_tensor((2, 2, groups), I32)  # [side, order of parts]
+        for p in cutlass.range_constexpr(groups):
+            source = LANES * (c + LANES * p) + g // 2  # has u of token c, or c + 4, and four rows
+            for side in cutlass.range_constexpr(2):
+                even, odd = [cute.arch.shuffle_sync(x[2 * side + e, 0], source) for e in range(2)]
+                mine = cute.make_rmem_tensor((1,), F32)
+                mine[0] = odd if g % 2 == 1 else even
+                if cutlass.const_expr(T < LANES):
+                    mine[0] = mine[0] if c < T else F32(0.0)
+                high, low = split(mine)
+                a[side, 0, p], a[side, 1, p] = packed(high[0], low[0]), packed(low[0], high[0])
+        k8 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 8)))
+        for j in cutlass.range_constexpr(LOADS):
+            w = cute.make_rmem_tensor((4, groups), I32)
+            for p in cutlass.range_constexpr(groups):
+                own = c % min(T, LANES)
+                at = ((p * LOADS + j) * min(T, LANES) + own) * 8 + (g ^ (2 * own))
+                cute.autovec_copy(words_at(writes, at * 4, 4), flat(w, 4 * p, 4))
+            for half in cutlass.range_constexpr(2):
+                decay = read_four(writes, T * D + 32 * j + 8 * c + 4 * half)
+                for e in cutlass.range_constexpr(2):
+                    n = 2 * half + e  # the lane's columns 2n, 2n + 1 of its 8
+                    S = cute.make_rmem_tensor((2, 2), F32)  # [column, side]
+                    for side in cutlass.range_constexpr(2):
+                        of_row = widened(flat(words, n + 4 * j + 4 * LOADS * side, 1), 2)
+                        for odd in cutlass.range_constexpr(2):
+                            S[odd, side] = of_row[odd] * decay[2 * e + odd]
+                    for p in cutlass.range_constexpr(groups):
+                        for order in cutlass.range_constexpr(2):
+                            multiply(k8, S, flat(a, 4 * p + 2 * order, 2), flat(w, 4 * p + n, 1))
+                    for side in cutlass.range_constexpr(2):
+                        flat(words, n + 4 * j + 4 * LOADS * side, 1)[0] = packed(S[0, side], S[1, side])
 
 
 def state_at(state: Any, lane: Any) -> Any:
-    """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where its row `first_row` begins.
+    """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where the rows of its warp begin.
 
     Number g of a side is row 4 (g / 2) + g % 2 + 2 side: then numbers 2c and 2c + 1 of both sides are rows 4c .. 4c + 3.
     """
     g, c = lane // LANES, lane % LANES
-    row = g // 2 * 4 + g % 2 - first_row(lane)
+    row = g // 2 * 4 + g % 2
     return cute.make_tensor(
         at_address(BF16, state + Int64(row * 2 * D + c * 16), 16), cute.make_layout((8, LOADS, 2), stride=(1, 8 * LANES, 2 * D))
     )
+
+
+def places(channel: Any) -> tuple:
+    """Of a channel among the 32 of a load: which 8, which half of them, which two of that, which of the two."""
+    return channel // 8 % 4, channel // 4 % 2, channel // 2 % 2, channel % 2
 
 
 # Parts
@@ -117,136 +268,11 @@ def words_at(table: Any, position: Any, count: int) -> Any:
     return cute.make_tensor(pointer.align(4 * count), cute.make_layout(count))
 
 
-@cute.jit
-def put(
-    tables: cutlass.Constexpr,
-    T: cutlass.Constexpr,
-    i: I32,
-    lane: I32,
-    key: cute.Tensor,
-    query: cute.Tensor,
-    write: cute.Tensor,
-):
-    """Token i's -b k e^G, q e^G and k e^{G_T - G}, four channels a lane, to the tables."""
-    vectors, writes = tables[0], tables[1]
-    j, eighth, half = lane // 8, lane // 2 % 4, lane % 2  # channels 32 j + 8 eighth + 4 half ..
-    parts = (*split(key), *split(query))
-    pairs = ((parts[0], parts[1]), (parts[2], parts[3])) if T <= 4 else ((parts[0], parts[2]), (parts[1], parts[3]))
-    for n, pair in enumerate(pairs):
-        words = cute.make_rmem_tensor((4,), I32)
-        for e in cutlass.range_constexpr(2):
-            for w, x in enumerate(pair):
-                words[2 * e + w] = packed(x[2 * e], x[2 * e + 1])
-        vector = 2 * T * (2 * j + half) + (n * min(T, 8) + i)
-        cute.autovec_copy(words, words_at(vectors, (vector * 4 + eighth) * 4, 4))
-    high, low = split(write)
-    c, group = i % LANES, i // LANES
-    for odd in cutlass.range_constexpr(2):
-        words = cute.make_rmem_tensor((2,), I32)
-        for e in cutlass.range_constexpr(2):
-            words[e] = packed(high[2 * e + odd], low[2 * e + odd])
-        to = ((group * LOADS + j) * min(T, 4) + c) * 8 + ((2 * eighth + odd) ^ (2 * c))
-        cute.autovec_copy(words, words_at(writes, to * 4 + 2 * half, 2))
+# Sums and products
 
 
-@cute.jit
-def decode_rows(
-    stored: cute.Tensor,
-    gS: cute.Tensor,
-    values: cute.Tensor,
-    tables: cutlass.Constexpr,
-    tokens: I32,
-    flags: I32,
-    T: cutlass.Constexpr,
-    lane: I32,
-    to: Int64,
-    o_token: I32,
-):
-    """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
-    vectors, writes, mix, strengths = tables[:4]
-    g, c = lane // LANES, lane % LANES
-    role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q
-    words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
-
-    # R and Q
-    parts = max(T // 4, 1)  # in products of their own
-    k16 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)))
-    acc = cute.make_rmem_tensor((2, 2, 2), F32)  # [number 2c or 2c + 1, vector g or g + 8, side]
-    acc.fill(0.0)
-    for s in cutlass.range_constexpr(STEPS):
-        for part in cutlass.range_constexpr(parts):
-            a = cute.make_rmem_tensor((4,), I32)
-            cute.autovec_copy(words_at(vectors, (((s * parts + part) * min(2 * T, 8) + role) * 4 + c) * 4, 4), a)
-            for side in cutlass.range_constexpr(2):
-                multiply(k16, flat(acc, 4 * side, 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
-    x = cute.make_rmem_tensor((ROWS, groups(T)), F32)  # b (v - R) or Q; with eight tokens both
-    for r in cutlass.range_constexpr(ROWS):
-        if cutlass.const_expr(T <= 4):
-            x[r, 0] = acc[r % 2, 0, r // 2] + acc[r % 2, 1, r // 2]
-        else:
-            x[r, 0], x[r, 1] = acc[r % 2, 0, r // 2], acc[r % 2, 1, r // 2]
-
-    # u and o
-    strength = strengths[role] if role < T else F32(0.0)
-    of_v = widened(values, I32(0), ROWS)
-    for r in cutlass.range_constexpr(ROWS):
-        x[r, 0] += strength * of_v[r]
-    for i in cutlass.range_constexpr(T):
-        u = cute.make_rmem_tensor((ROWS,), F32)
-        for r in cutlass.range_constexpr(ROWS):
-            u[r] = cute.arch.shuffle_sync(x[r, 0], LANES * i, mask_and_clamp=SAME_C)
-        for p in cutlass.range_constexpr(groups(T)):
-            m = mix[(8 * p + role) * T + i]
-            for r in cutlass.range_constexpr(ROWS):
-                x[r, p] += m * u[r]
-    token = g if cutlass.const_expr(T == 8) else g - T
-    if token >= 0 and token < tokens:
-        out = cute.make_rmem_tensor((ROWS,), BF16)
-        for r in cutlass.range_constexpr(ROWS):
-            out[r] = x[r, groups(T) - 1].to(BF16)
-        cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
-
-    if (flags & COMMIT) != 0:
-        write_state(words, x, writes, T, lane)
-        cute.autovec_copy(stored, gS)
-
-
-@cute.jit
-def write_state(words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, T: cutlass.Constexpr, lane: I32):
-    """S0 becomes S_T. Lane (i, c) has u of token i and rows 4c .. 4c + 3 in `x[:, 0]`."""
-    g, c = lane // LANES, lane % LANES
-    a = cute.make_rmem_tensor((2, 2, groups(T)), I32)  # [side, order of parts]
-    for p in cutlass.range_constexpr(groups(T)):
-        source = LANES * (c + LANES * p) + g // 2  # has u of token c, or c + 4, and four rows
-        for side in cutlass.range_constexpr(2):
-            even, odd = [cute.arch.shuffle_sync(x[2 * side + e, 0], source) for e in range(2)]
-            mine = cute.make_rmem_tensor((1,), F32)
-            mine[0] = odd if g % 2 == 1 else even
-            if cutlass.const_expr(T < LANES):
-                mine[0] = mine[0] if c < T else F32(0.0)
-            high, low = split(mine)
-            a[side, 0, p], a[side, 1, p] = packed(high[0], low[0]), packed(low[0], high[0])
-    k8 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 8)))
-    for j in cutlass.range_constexpr(LOADS):
-        w = cute.make_rmem_tensor((4, groups(T)), I32)
-        for p in cutlass.range_constexpr(groups(T)):
-            own = c % min(T, LANES)
-            at = ((p * LOADS + j) * min(T, LANES) + own) * 8 + (g ^ (2 * own))
-            cute.autovec_copy(words_at(writes, at * 4, 4), flat(w, 4 * p, 4))
-        for half in cutlass.range_constexpr(2):
-            decay = read_four(writes, T * D + 32 * j + 8 * c + 4 * half)
-            for e in cutlass.range_constexpr(2):
-                n = 2 * half + e  # the lane's columns 2n, 2n + 1 of its 8
-                S = cute.make_rmem_tensor((2, 2), F32)  # [column, side]
-                for side in cutlass.range_constexpr(2):
-                    of_row = widened(flat(words, n + 4 * j + 4 * LOADS * side, 1), I32(0), 2)
-                    for odd in cutlass.range_constexpr(2):
-                        S[odd, side] = of_row[odd] * decay[2 * e + odd]
-                for p in cutlass.range_constexpr(groups(T)):
-                    for order in cutlass.range_constexpr(2):
-                        multiply(k8, S, flat(a, 4 * p + 2 * order, 2), flat(w, 4 * p + n, 1))
-                for side in cutlass.range_constexpr(2):
-                    flat(words, n + 4 * j + 4 * LOADS * side, 1)[0] = packed(S[0, side], S[1, side])
+def sum_of(terms: list) -> Any:
+    return terms[0] if len(terms) == 1 else terms[0] + sum_of(terms[1:])
 
 
 def multiply(atom: Any, acc: Any, a: Any, b: Any) -> None:

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, what has no state in it: norms, gates, decays, and what the tokens of a row are to each other."""
+"""Decode, what has no state in it: gates, decays, norms, and what the tokens of a row are to each other.
+
+A block's four warps have 32 channels each, a lane one channel of all tokens. So decays multiply up within a lane, and the vectors
+go to shared memory without a wait for any other lane: k e^G, q e^G and k e^{G_T - G} of raw k and q. Decays from token to token
+are products of factors e^g in [0, 1], of which 0 (g = -inf) is as good as any.
+
+What is summed over channels, k_t . (e^{G_t - G_i} k_i), q_t . (e^{G_t - G_i} k_i) and the squares of q_t, is summed within each
+warp; who needs a sum adds the four. Norms are factors of R, Q, A and P (`mixing`), and nobody waits for them before that.
+"""
 
 from __future__ import annotations
 
@@ -11,262 +19,182 @@ from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_KDA, IS_SCALAR, IS_SOFTPLUS, USE_NORM
 from cula.ops.cute.common.tiles import F32, I32, LOG2E
-from cula.ops.cute.sm90.decode_common import (
-    D,
-    four_at,
-    load_words,
-    read_four,
-    vector_at,
-    widened,
-)
+from cula.ops.cute.sm90.decode_common import WARPS, D, load_halves, number_at, number_of, read_four, select
 
 # Activation
 
 
-@cute.jit
-def sigmoid(x: F32):
+def sigmoid(x: Any) -> Any:
     return cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(x * F32(-LOG2E), fastmath=True))
 
 
 @cute.jit
-def log2_decays(x: cute.Tensor, of_gate: cute.Tensor, lower: F32, flags: I32):
-    """In place, of g: a log decay, -exp(A) softplus(g + bias) or lower sigmoid(exp(A) (g + bias))."""
-    slope = cute.math.exp2(of_gate[0] * F32(LOG2E), fastmath=True)
-    for e in cutlass.range_constexpr(4):
-        x[e] += of_gate[1 + e]
-    if (flags & IS_BOUNDED) != 0:
-        for e in cutlass.range_constexpr(4):
-            x[e] = cute.math.exp2(x[e] * (slope * F32(-LOG2E)), fastmath=True)
-        for e in cutlass.range_constexpr(4):
-            x[e] = (lower * F32(LOG2E)) * cute.arch.rcp_approx(F32(1.0) + x[e])
-    else:
-        if (flags & IS_SOFTPLUS) != 0:
-            for e in cutlass.range_constexpr(4):
-                size = cute.arch.fmax(x[e], -x[e])
-                tail = cute.math.log2(F32(1.0) + cute.math.exp2(size * F32(-LOG2E), fastmath=True), fastmath=True)
-                x[e] = -slope * (cute.arch.fmax(x[e], F32(0.0)) * F32(LOG2E) + tail)
+def decays(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flags: I32):
+    """e^g of the tokens at a channel, where g is a log decay, -exp(A) softplus(x + bias) or lower sigmoid(exp(A) (x + bias))."""
+    T = len(of_g)
+    A, bias = of_gate
+    x = cute.make_rmem_tensor((T,), F32)
+    x.fill(A * F32(-LOG2E))  # Lightning's
+    if (flags & IS_KDA) != 0:
+        slope = cute.math.exp2(A * F32(LOG2E), fastmath=True)
+        for t in cutlass.range_constexpr(T):
+            x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
+        if (flags & IS_BOUNDED) != 0:
+            for t in cutlass.range_constexpr(T):
+                x[t] = cute.math.exp2(x[t] * (slope * F32(-LOG2E)), fastmath=True)
+            for t in cutlass.range_constexpr(T):
+                x[t] = (lower * F32(LOG2E)) * cute.arch.rcp_approx(F32(1.0) + x[t])
         else:
-            for e in cutlass.range_constexpr(4):
-                x[e] = x[e] * F32(LOG2E)
+            if (flags & IS_SOFTPLUS) != 0:
+                for t in cutlass.range_constexpr(T):
+                    size = cute.arch.fmax(x[t], -x[t])
+                    tail = cute.math.log2(F32(1.0) + cute.math.exp2(size * F32(-LOG2E), fastmath=True), fastmath=True)
+                    x[t] = -slope * (cute.arch.fmax(x[t], F32(0.0)) * F32(LOG2E) + tail)
+            else:
+                for t in cutlass.range_constexpr(T):
+                    x[t] = x[t] * F32(LOG2E)
+    for t in cutlass.range_constexpr(T):
+        x[t] = cute.math.exp2(x[t], fastmath=True)
+    return x
 
 
-@cute.jit
-def unit(k: cute.Tensor, q: cute.Tensor, scale: F32, flags: I32):
-    """In place: of length 1 and `scale` where the call asks for norms, else as long as before and `scale` times as long."""
-    of_k, of_q = F32(1.0), scale
-    if (flags & USE_NORM) != 0:
-        kk, qq = dot_of_four(k, k), dot_of_four(q, q)
-        for step in cutlass.range_constexpr(5):
-            other_k, other_q = [cute.arch.shuffle_sync_bfly(x, offset=1 << step) for x in (kk, qq)]
-            kk, qq = kk + other_k, qq + other_q
-        of_k = cute.math.rsqrt(kk + F32(1e-6), fastmath=True)
-        of_q = scale * cute.math.rsqrt(qq + F32(1e-6), fastmath=True)
-    for e in cutlass.range_constexpr(4):
-        k[e], q[e] = k[e] * of_k, q[e] * of_q
+# Tokens. Loads have no branches between them: a wait at the first would be in the way of the next. What is not there is read
+# from elsewhere, and not used.
 
 
-@cute.jit
-def gates(
-    of_g: cute.Tensor, of_b: cute.Tensor, of_gate: cute.Tensor, lower: F32, beta_top: F32, flags: I32, is_there: cutlass.Boolean
-):
-    """Log2 decays of a lane's four channels, and b; zeros of a token that is not there."""
-    rg, b = cute.make_rmem_tensor((4,), F32), F32(0.0)
-    rg.fill(0.0)
-    if is_there:
-        if (flags & IS_KDA) != 0:
-            rg.store(widened(of_g, flags & G_IS_F32, 4).load())
-            if (flags & IS_SCALAR) != 0:
-                rg.fill(widened(of_g, flags & G_IS_F32, 1)[0])
-            log2_decays(rg, of_gate, lower, flags)
-            b = widened(of_b, flags & BETA_IS_F32, 1)[0]
-            if beta_top > F32(0.0):
-                b = beta_top * sigmoid(b)
-        else:
-            rg.fill(of_gate[0] * F32(-LOG2E))
-            b = F32(1.0)
-    return rg, b
+def always_there(t: int, T: int) -> bool:
+    """Whether every call of the kernel for T tokens has token t: those of T / 2 tokens or fewer have a kernel of their own."""
+    return t <= T // 2
 
 
-def dot_of_four(x: Any, y: Any) -> Any:
-    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3]
+def load_tokens(addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, T: int, place: tuple) -> Any:
+    """k, q and g of all tokens at a channel, and the gate's two parameters there. As they come; tokens that are not there come as
+    the last."""
+    n, hv, h, channel = place
+    q, k, _, _, _, g, _, A, dt_bias, _ = addresses
+    q_row, k_row, _, _, g_row, _, _, _ = row_strides
+    (q_token, q_head), (k_token, k_head), _, _, (g_token, g_head), _, A_head, bias = strides
+    at = [I32(t) if always_there(t, T) else select(tokens > t, I32(t), tokens - 1) for t in range(T)]
+    of_k, of_q = [
+        [number_at(cutlass.Uint16, first, t * token) for t in at]
+        for first, token in (
+            (k + (Int64(n) * k_row + h * k_head + channel) * 2, k_token),
+            (q + (Int64(n) * q_row + h * q_head + channel) * 2, q_token),
+        )
+    ]
+    of_channel = select((flags & IS_SCALAR) != 0, I32(0), channel)
+    of_g = load_halves(g, Int64(n) * g_row + hv * g_head + of_channel, [t * g_token for t in at], (flags & G_IS_F32) != 0)
+    of_gate = number_at(F32, A, hv * A_head), number_at(F32, dt_bias, hv * bias[0] + channel * bias[1])
+    return of_k, of_q, of_g, of_gate
 
 
-# Sums over a warp
+def gate_parameters(addresses: Any, of_gate: Any) -> Any:
+    """A_log, or minus the log decay of Lightning, and the bias; 0 where not given."""
+    q, A, bias = addresses[0], addresses[7], addresses[8]
+    return select(q != A, of_gate[0], F32(0.0)), select(q != bias, of_gate[1], F32(0.0))
 
 
-@cute.jit
-def sum_of_each(values: cute.Tensor, lane: I32, count: cutlass.Constexpr):
-    """Sums over a warp of `count` values; the one that a lane gets, and which it is."""
-    half, step, which = count // 2, 1, I32(0)
-    while cutlass.const_expr(half > 0):
+def load_strength(address: Any, row: Any, strides: Any, flags: Any, n: Any, hv: Any, token: Any) -> Any:
+    """beta of a token, as it comes."""
+    place = Int64(n) * row + hv * strides[1]
+    return load_halves(address, place, [token * strides[0]], (flags & BETA_IS_F32) != 0)[0]
+
+
+def strength(of_b: Any, beta_top: Any, flags: Any, is_there: Any) -> Any:
+    """b of a token; 0 of one that is not there."""
+    b = number_of(of_b, (flags & BETA_IS_F32) != 0)
+    b = select(beta_top > F32(0.0), beta_top * sigmoid(b), b)
+    b = select((flags & IS_KDA) != 0, b, F32(1.0))
+    return select(is_there, b, F32(0.0))
+
+
+# Sums over channels: k_t . (e^{G_t - G_i} k_i) is number t T + i, q_t . (e^{G_t - G_i} k_i) number (T + t) T + i, i <= t. So the
+# square of k_t is among them; those of q have places that no pair needs, number t T + T - 1, and T T + T - 1 for the last.
+
+
+def number_of_square(role: Any, T: int) -> Any:
+    """Of k_t for role t < T, of q_t for role T + t."""
+    of_q = select(role < 2 * T - 1, role - T, I32(T)) * T + (T - 1)
+    return select(role < T, role * (T + 1), of_q)
+
+
+def products(t: int, k: list, q: list, keys: list) -> tuple[list, list]:
+    """At a lane's channel, what is to be summed of numbers t T .. and (T + t) T ..; `keys` are k_i e^{G_t - G_i}, i <= t."""
+    nobody_wants = [None] * (len(k) - len(keys))
+    of_k, of_q = ([x * key for key in keys] + nobody_wants for x in (k[t], q[t]))
+    if t < len(k) - 1:
+        of_k[-1] = q[t] * q[t]
+    if t == 0:
+        of_q[-1] = q[-1] * q[-1]
+    return of_k, of_q
+
+
+def sum_of_each(values: list, lane: Any) -> tuple[Any, Any]:
+    """Sums over a warp of up to 32 values, by halves: a lane sends half of them and keeps the other. The sum that it has in the
+    end, and which that is. None is a value that nobody wants."""
+    half, step, which = len(values) // 2, 1, I32(0)
+    while half > 0:
         is_upper = (lane & step) != 0
-        which = which + half if is_upper else which
-        for j in cutlass.range_constexpr(half):
-            lower, upper = values[j], values[j + half]
-            kept, sent = (upper if is_upper else lower), (lower if is_upper else upper)
-            values[j] = kept + cute.arch.shuffle_sync_bfly(sent, offset=step)
+        which = select(is_upper, which + half, which)
+        values = [_halved(x, y, is_upper, step) for x, y in zip(values[:half], values[half:])]
         half, step = half // 2, step * 2
     total = values[0]
-    while cutlass.const_expr(step < 32):
-        total += cute.arch.shuffle_sync_bfly(total, offset=step)
-        step *= 2
+    while step < 32:
+        total, step = total + cute.arch.shuffle_sync_bfly(total, offset=step), step * 2
     return total, which
 
 
-# Tokens
+def _halved(x: Any, y: Any, is_upper: Any, step: int) -> Any:
+    """Of two values, the sum over both lanes of a pair that is this lane's."""
+    if x is None or y is None:
+        own = y if x is None else x
+        return own if own is None else own + cute.arch.shuffle_sync_bfly(own, offset=step)
+    kept, sent = select(is_upper, y, x), select(is_upper, x, y)
+    return kept + cute.arch.shuffle_sync_bfly(sent, offset=step)
 
 
-def jobs(T: int) -> int:
-    """Tokens of a warp where a block has the fewest warps (`min_warps`): warp w has tokens w, w + warps, ..."""
-    return T // min_warps(T)
-
-
-def min_warps(T: int) -> int:
-    return min(T, 4)
-
-
-@cute.jit
-def load_tokens(
-    addresses: tuple,
-    row_strides: tuple,
-    strides: tuple,
-    tokens: I32,
-    group: I32,
-    flags: I32,
-    T: cutlass.Constexpr,
-    n: I32,
-    hv: I32,
-    wid: I32,
-    lane: I32,
-):
-    """k, q and g of every token that is the warp's, four channels a lane; b; the gate's parameters. As they come, or zeros."""
-    q, k, _, _, _, g, beta, A_log, dt_bias, decay, _ = addresses
-    q_row, k_row, _, _, g_row, beta_row, _, _ = row_strides
-    (q_token, q_head), (k_token, k_head), _, _, (g_token, g_head), (beta_token, beta_head), A_head, bias, decay_head = strides
-    threads, _, _ = cute.arch.block_dim()
-    is_kda, is_scalar = (flags & IS_KDA) != 0, (flags & IS_SCALAR) != 0
-    h, channel = hv // group, lane * 4
-    found = []
-    for job in cutlass.range_constexpr(jobs(T)):
-        t = wid + job * (threads // 32)
-        of_k, of_q, of_g, of_b = [cute.make_rmem_tensor((size,), I32) for size in (2, 2, 4, 1)]
-        for part in (of_k, of_q, of_g, of_b):
-            part.fill(0)
-        if t < tokens:
-            at_k = k + (Int64(n) * k_row + t * k_token + h * k_head + channel) * 2
-            at_q = q + (Int64(n) * q_row + t * q_token + h * q_head + channel) * 2
-            cute.autovec_copy(vector_at(I32, at_k, 2, 8), of_k)
-            cute.autovec_copy(vector_at(I32, at_q, 2, 8), of_q)
-            if is_kda:
-                is_f32 = flags & G_IS_F32
-                row = g + Int64(n) * g_row * (4 if is_f32 != 0 else 2)
-                if is_scalar:
-                    load_words(cute.make_tensor(of_g.iterator, cute.make_layout(1)), row, t * g_token + hv * g_head, is_f32)
-                else:
-                    load_words(of_g, row, t * g_token + hv * g_head + channel, is_f32)
-                is_f32 = flags & BETA_IS_F32
-                row = beta + Int64(n) * beta_row * (4 if is_f32 != 0 else 2)
-                load_words(of_b, row, t * beta_token + hv * beta_head, is_f32)
-        found.append((of_k, of_q, of_g, of_b))
-    of_gate = cute.make_rmem_tensor((5,), F32)  # A_log or -(log decay of Lightning), then the bias
-    of_gate.fill(0.0)
-    if wid < T:
-        if is_kda:
-            if A_log != 0:
-                of_gate[0] = vector_at(F32, A_log + Int64(hv * A_head) * 4, 1)[0]
-            if dt_bias != 0:
-                for e in cutlass.range_constexpr(4):
-                    at = Int64(hv * bias[0] + (channel + e) * bias[1])
-                    of_gate[1 + e] = vector_at(F32, dt_bias + at * 4, 1)[0]
-        else:
-            of_gate[0] = vector_at(F32, decay + Int64(hv * decay_head) * 4, 1)[0]
-    return found, of_gate
-
-
-@cute.jit
-def prepare(
-    raw: cutlass.Constexpr,
-    factors: tuple,
-    tokens: I32,
-    flags: I32,
-    T: cutlass.Constexpr,
-    rows: cutlass.Constexpr,
-    wid: I32,
-    lane: I32,
-    tables: cutlass.Constexpr,
-):
-    """Fill the tables, vectors as the module `rows` wants them; ends with a barrier."""
-    found, of_gate = raw
-    scale, lower, beta_top = factors
-    _, _, _, strengths, kept = tables
-    threads, _, _ = cute.arch.block_dim()
-    kda = F32(1.0) if (flags & IS_KDA) != 0 else F32(0.0)
-
-    for job in cutlass.range_constexpr(jobs(T)):
-        t = wid + job * (threads // 32)
-        of_k, of_q, of_g, of_b = found[job]
-        if t < T:
-            rk, rq = widened(of_k, I32(0), 4), widened(of_q, I32(0), 4)
-            unit(rk, rq, scale, flags)
-            rg, b = gates(of_g, of_b, of_gate, lower, beta_top, flags, t < tokens)
-            for j, part in enumerate((rk, rq, rg)):
-                cute.autovec_copy(part, four_at(kept, (j * T + t) * D + 4 * lane))
-            if lane == 0:
-                strengths[t] = b
-    cute.arch.sync_threads()
-
-    for i in cutlass.range(wid, T, threads // 32, unroll=1):
-        column(i, T, rows, kda, lane, tables)
+def prepare(rows: Any, addresses: Any, raw: Any, lower: Any, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any) -> None:
+    """Fill the tables, vectors as `rows` wants them; ends with the block's one barrier."""
+    T, channel, (_, writes, mix) = rows.T, wid * 32 + lane, tables
+    of_k, of_q, of_g, of_gate = raw
+    decay = decays(of_g, gate_parameters(addresses, of_gate), lower, flags)
+    decay = [decay[t] if always_there(t, T) else select(tokens > t, decay[t], F32(1.0)) for t in range(T)]
+    k, q = [[number_of((x, x), False) for x in words] for words in (of_k, of_q)]
+    since_start, keys, of_keys, of_queries = None, [], [], []  # e^{G_t}; k_i e^{G_t - G_i}; what is to be summed
+    for t in range(T):
+        since_start = decay[t] if t == 0 else since_start * decay[t]
+        keys = [*(key * decay[t] for key in keys), k[t]]
+        rows.put_vectors(tables, t, channel, k[t] * since_start, q[t] * since_start)
+        more_keys, more_queries = products(t, k, q, keys)
+        of_keys, of_queries = of_keys + more_keys, of_queries + more_queries
+        if len(of_keys) == 16 or t == T - 1:  # as many as a warp has lanes
+            total, which = sum_of_each(of_keys + of_queries, lane)
+            is_query, count = which >= len(of_keys), len(of_keys)
+            number = select(is_query, which - count + T * T, which) + ((t + 1) * T - count)
+            mix[number * WARPS + wid] = total
+            of_keys, of_queries = [], []
+    for i in range(T):
+        rows.put_write(tables, i, channel, keys[i])
+    writes[T * D + channel] = since_start
     cute.arch.sync_threads()
 
 
-def put(rows: Any, *arguments: Any) -> None:
-    """`rows.put`; a branch would take a module whose method it calls for something that it changes."""
-    rows.put(*arguments)
+# For what meets the state
 
 
-@cute.jit
-def column(
-    i: I32,
-    T: cutlass.Constexpr,
-    rows: cutlass.Constexpr,
-    kda: F32,
-    lane: I32,
-    tables: cutlass.Constexpr,
-):
-    """Token i's vectors and its column of `mix`."""
-    _, writes, mix, strengths, kept = tables
-    b, place = strengths[i] * kda, 4 * lane
-    key, query = read_four(kept, i * D + place), read_four(kept, (T + i) * D + place)
-    until, since, decay = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]  # i's decay since the start; t's since i
-    decayed = cute.make_rmem_tensor((4,), F32)  # k_i e^{G_t - G_i}
-    until.fill(0.0)
-    since.fill(0.0)
-    parts = cute.make_rmem_tensor((2 * T,), F32)
-    for t in cutlass.range_constexpr(T):
-        key_t, query_t = read_four(kept, t * D + place), read_four(kept, (T + t) * D + place)
-        g = read_four(kept, (2 * T + t) * D + place)
-        is_after = F32(1.0) if t > i else F32(0.0)
-        for e in cutlass.range_constexpr(4):
-            until[e] += g[e] * (F32(1.0) - is_after)
-            since[e] += g[e] * is_after
-        for e in cutlass.range_constexpr(4):
-            decay[e] = cute.math.exp2(since[e], fastmath=True)
-        for e in cutlass.range_constexpr(4):
-            decayed[e] = key[e] * decay[e]
-        parts[t], parts[T + t] = dot_of_four(key_t, decayed), dot_of_four(query_t, decayed)
-    for e in cutlass.range_constexpr(4):
-        decay[e] = cute.math.exp2(until[e], fastmath=True)
-        key[e] = -b * key[e] * decay[e]
-        query[e] = query[e] * decay[e]
-    put(rows, tables, T, i, lane, key, query, decayed)
-    if i == T - 1:
-        cute.autovec_copy(decay, four_at(writes, T * D + place))
-    total, which = sum_of_each(parts, lane, 2 * T)
-    if lane < 2 * T:
-        factor = F32(0.0)  # of what does not come before
-        if which >= T:
-            factor = F32(1.0) if which - T >= i else F32(0.0)
-        else:
-            factor = -kda * strengths[which] if which > i else F32(0.0)
-        mix[which * T + i] = factor * total
+def mixing(mix: Any, role: Any, b: Any, scale: Any, T: int, flags: Any) -> tuple[Any, Any, list]:
+    """Of role t < T, with x = S0 . (k_t e^{G_t}) and u_i as a multiple of raw k_i, u_t = of_x x + of_v v_t + sum_i of_u[i] u_i;
+    of role T + t the same for o_t, where b is 0. Returns of_x, of_v and of_u [T]."""
+    is_q = role >= T
+    square = sum_of_warps(mix, number_of_square(role, T)) + F32(1e-6)
+    norm = select((flags & USE_NORM) != 0, cute.math.rsqrt(square, fastmath=True), F32(1.0))
+    of_v = b * norm
+    of_x = select(is_q, scale * norm, select((flags & IS_KDA) != 0, -of_v * norm, F32(0.0)))
+    until = select(is_q, role - T + 1, role)  # the tokens before, a query's own among them
+    of_u = [select(until > i, of_x * sum_of_warps(mix, role * T + i), F32(0.0)) for i in range(T)]
+    return of_x, of_v, of_u
+
+
+def sum_of_warps(mix: Any, number: Any) -> Any:
+    four = read_four(mix, number * WARPS)
+    return (four[0] + four[1]) + (four[2] + four[3])
