@@ -12,21 +12,21 @@ long way. On a CPU there are no plans: offsets and slots are checked there on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula import settings
 from cula.ops import Plan
-from cula.ops.host import TensorGuards
+from cula.ops.native import Likeness, addresses, likeness
 
 CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
 
 LATEST = 4  # plans compared with before a signature is written down
 
-Tensors = Sequence[Tensor | None]
-Likeness = Callable[[Tensors], bool]
+Tensors = tuple[Tensor | None, ...]
 
 
 class Plans:
@@ -34,20 +34,23 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        # By words alone, the plans that were last found for them, newest first: most calls repeat one of those before, and
-        # to compare tensors with those of a plan is several times as fast as to write their signature down.
+        # By words alone, the plans that last ran for them, newest first: most calls repeat one of those before, and to compare
+        # tensors with those of a plan is several times as fast as to write their signature down.
         self._latest: dict[Hashable, tuple[tuple[Likeness, Plan], ...]] = {}
 
-    def find(self, tensors: Tensors, words: Hashable) -> Plan | None:
+    def run(self, tensors: Tensors, words: Hashable) -> Any:
+        """What the plan for such a call returns. None: there is none or it does not fit, and the call goes the long way."""
         if settings.check_values():
             return None
         for is_like, plan in self._latest.get(words, ()):
-            if is_like(tensors):
-                return plan
+            at = is_like(tensors)
+            if at is not None:
+                return plan(tensors, at)
         found = self._plans.get((signature(tensors), words))
-        if found is not None:
-            self._remember(tensors, words, found)
-        return found
+        if found is None:
+            return None
+        self._remember(tensors, words, found)
+        return found(tensors, addresses(tensors))
 
     def keep(self, tensors: Tensors, words: Hashable, plan: Plan | None) -> None:
         """Use `plan` for calls like this one, which went the long way; nothing is kept for a call that may have none."""
@@ -61,8 +64,9 @@ class Plans:
         self._remember(tensors, words, plan)
 
     def _remember(self, tensors: Tensors, words: Hashable, plan: Plan) -> None:
-        if TensorGuards is not None:
-            self._latest[words] = ((likeness(tensors), plan), *self._latest.get(words, ())[: LATEST - 1])
+        is_like = likeness(tensors)
+        if is_like is not None:
+            self._latest[words] = ((is_like, plan), *self._latest.get(words, ())[: LATEST - 1])
 
 
 def signature(tensors: Tensors) -> Hashable | None:
@@ -78,17 +82,3 @@ def signature(tensors: Tensors) -> Hashable | None:
         return tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     except (AttributeError, TypeError):
         return None
-
-
-def likeness(tensors: Tensors) -> Likeness:
-    """A function that says whether other tensors have the signature of these.
-
-    Written for these tensors as one expression, `lambda t: t[2] is None and check(t[0], t[1])`: no loop over them and no tuple
-    of them, which is what most of the time would go into.
-    """
-    given = [(i, t) for i, t in enumerate(tensors) if t is not None]
-    sizes, strides = [list(t.shape) for _, t in given], [list(t.stride()) for _, t in given]
-    check = TensorGuards(*(t for _, t in given), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    asked = [f"t[{i}] is None" for i, t in enumerate(tensors) if t is None]
-    asked.append(f"check({', '.join(f't[{i}]' for i, _ in given)})")
-    return eval(f"lambda t: {' and '.join(asked)}", {"check": check})

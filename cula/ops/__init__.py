@@ -35,9 +35,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Runs a call for tensors of the shapes, strides, dtypes and device it was made for; returns None where it cannot (see
-# `cula.plans`).
-Plan = Callable[[Sequence[Tensor | None]], Any]
+from cula.ops.native import Addresses
+
+# Runs a call for tensors of the shapes, strides, dtypes and device it was made for, given them and their addresses; returns None
+# where it cannot (see `cula.plans`).
+Plan = Callable[[Sequence[Tensor | None], Addresses], Any]
 
 
 class KdaForward(NamedTuple):

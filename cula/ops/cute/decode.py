@@ -27,9 +27,11 @@ from cula.ops.cute.common.decode_flags import (
     USE_NORM,
     ZERO_IS_NULL,
 )
+from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.host import current_device, current_stream, empty, form_of
+from cula.ops.native import Address, Addresses
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -91,39 +93,22 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
         return None
-    kernel, numbers, form_of_o = load(variant(p), ARCH), (*_numbers(p, x, o), num_warps(p)), form_of(o)
-    gate_bytes, index = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES, device.index
+    gate_bytes = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES
     if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
         gate_bytes = 1
+    bytes_of = {"q": TOKEN_BYTES, "k": TOKEN_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
+    of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
+    launch = launch_again(load(variant(p), ARCH), of, (*_numbers(p, x, o), num_warps(p)))
+    form_of_o, index = form_of(o), device.index
     del o, x, given
 
-    def again(tensors: Sequence[Any]) -> Tensor | None:
+    def again(tensors: Sequence[Any], at: Addresses) -> Tensor | None:
         if current_device() != index:
             with torch.cuda.device(index):
-                return again(tensors)
-        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, _, _, out = tensors
-        q_at, k_at, v_at, pool_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr()
-        g_at = 0 if g is None else g.data_ptr()
+                return again(tensors, at)
+        out = tensors[12]
         o = empty(*form_of_o) if out is None else out
-        o_at = o.data_ptr()
-        if (q_at | k_at | v_at | o_at) % TOKEN_BYTES or pool_at % F32_BYTES or g_at % gate_bytes:
-            return None
-        kernel(
-            q_at,
-            k_at,
-            v_at,
-            pool_at,
-            0 if indices is None else indices.data_ptr(),
-            g_at,
-            0 if beta is None else beta.data_ptr(),
-            0 if A_log is None else A_log.data_ptr(),
-            0 if dt_bias is None else dt_bias.data_ptr(),
-            0 if decay is None else decay.data_ptr(),
-            o_at,
-            *numbers,
-            current_stream(index),
-        )
-        return o
+        return o if launch(current_stream(index), at, o) else None
 
     return again
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
 from cula.ops import Plan
+from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
 from cula.ops.host import current_device, current_stream, empty, form_of
+from cula.ops.native import Address, Addresses
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
@@ -157,41 +159,28 @@ def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tens
     if any(as_tokens(t) is not t for t in (*x[:3], o)):
         return None
     cut = _cut_on(p, device)
-    kernels, numbers = _kernels(cut, ht), _numbers(p, x, cut, o, x.initial_state, ht, False)
+    of_q, of_k, of_v, of_decay = (*(Address(i, TMA_BYTES) for i in range(3)), Address(3))
+    of_h0, of_cu = Address(4, TMA_BYTES), Address(5)
+    of_o, of_ht, of_seeds, none = Address(~0, TMA_BYTES), Address(~1), Address(~2), Address(~3)
+    of = (of_q, of_k, of_v, of_o, of_decay, of_h0, of_ht, of_seeds, of_cu, none, none)
+    numbers = _numbers(p, x, cut, o, x.initial_state, ht, False)
+    launches = [launch_again(kernel, of, numbers) for kernel in _kernels(cut, ht)]
     form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
     form_of_seeds = ((cut.num_ids * p.HV * p.V * p.K,), (1,), torch.float32) if cut.segment else None
     index = device.index
     del o, ht, x, out
 
-    def again(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    def again(tensors: Sequence[Any], at: Addresses) -> tuple[Tensor, Tensor | None] | None:
         if current_device() != index:
             with torch.cuda.device(index):
-                return again(tensors)
-        q, k, v, decay, h0, cu_seqlens, out = tensors[:7]
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        h0_at = 0 if h0 is None else h0.data_ptr()
+                return again(tensors, at)
+        out = tensors[6]
         o = empty(*form_of_o) if out is None else out
-        o_at = o.data_ptr()
-        if (q_at | k_at | v_at | h0_at | o_at) % TMA_BYTES:
-            return None
         ht = None if form_of_ht is None else empty(*form_of_ht)
         seeds = None if form_of_seeds is None else empty(*form_of_seeds)
-        for kernel in kernels:
-            kernel(
-                q_at,
-                k_at,
-                v_at,
-                o_at,
-                decay.data_ptr(),
-                h0_at,
-                0 if ht is None else ht.data_ptr(),
-                0 if seeds is None else seeds.data_ptr(),
-                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-                0,
-                0,
-                *numbers,
-                current_stream(index),
-            )
+        for launch in launches:
+            if not launch(current_stream(index), at, o, ht, seeds, None):
+                return None
         return o, ht
 
     return again
