@@ -73,8 +73,8 @@ static PyObject* addresses(PyObject* self, PyObject* tensors) {
 // tensors and no gradient is asked for; otherwise None
 
 typedef struct {
-  PyTypeObject* type;  // NULL: None
-  DLTensor form;       // `shape` and `strides` are copies
+  PyTypeObject* type;
+  DLTensor form;  // `shape` and `strides` are copies; nothing for None
 } Form;
 
 typedef struct {
@@ -116,21 +116,18 @@ static PyObject* likeness_call(PyObject* callable, PyObject* const* args, size_t
   if (PyVectorcall_NARGS(nargs) != 1 || names != NULL || !PyTuple_Check(args[0]))
     return PyErr_Format(PyExc_TypeError, "a Likeness takes a tuple of tensors");
   if (PyTuple_GET_SIZE(args[0]) != n) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < n; ++i)  // types first: to read a tensor takes longer
+    if (Py_TYPE(PyTuple_GET_ITEM(args[0], i)) != self->forms[i].type) Py_RETURN_NONE;
   uint64_t at[MAX_TENSORS] = {0};
   for (Py_ssize_t i = 0; i < n; ++i) {
     PyObject* object = PyTuple_GET_ITEM(args[0], i);
-    const Form* form = &self->forms[i];
-    if (form->type == NULL) {
-      if (object != Py_None) Py_RETURN_NONE;
-      continue;
-    }
-    if (Py_TYPE(object) != form->type) Py_RETURN_NONE;
     DLTensor t;
+    if (object == Py_None) continue;
     if (read_tensor(object, &t) < 0) {  // it has no memory of its own, as in functorch's transforms
       PyErr_Clear();
       Py_RETURN_NONE;
     }
-    if (!is_like(&t, &form->form)) Py_RETURN_NONE;
+    if (!is_like(&t, &self->forms[i].form)) Py_RETURN_NONE;
     at[i] = address_of(&t);
   }
   int needs = needs_grad(args[0]);
@@ -159,6 +156,7 @@ static PyObject* likeness_new(PyTypeObject* type, PyObject* args, PyObject* kwar
   memset(self->forms, 0, n * sizeof(Form));
   for (Py_ssize_t i = 0; i < n; ++i) {
     PyObject* object = PyTuple_GET_ITEM(tensors, i);
+    self->forms[i].type = (PyTypeObject*)Py_NewRef((PyObject*)Py_TYPE(object));
     if (object == Py_None) continue;
     DLTensor t;
     if (read_tensor(object, &t) < 0) goto fail;
@@ -172,7 +170,6 @@ static PyObject* likeness_new(PyTypeObject* type, PyObject* args, PyObject* kwar
     t.shape = sizes;
     t.strides = sizes + t.ndim;
     self->forms[i].form = t;
-    self->forms[i].type = (PyTypeObject*)Py_NewRef((PyObject*)Py_TYPE(object));
   }
   return (PyObject*)self;
 fail:
