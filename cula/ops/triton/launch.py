@@ -64,6 +64,7 @@ WORDS = struct.Struct("4Q")
 CONFIG = struct.Struct("7I4x2QI4x")  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number
 STREAM = 32  # its offset there
 WORD = 8
+NUM_SCRATCH = 2  # last parameters of every kernel: addresses of scratch memory, which ours do not use
 
 # What a launch may need that is not done here.
 UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -76,10 +77,10 @@ def frame(compiled: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequ
         return None
     tensor_numbers = [i for i, t in enumerate(tensors) if t is not None]
     types = tuple(compiled.src.signature.values())
-    values = [_packed(kind, value) for kind, value in _parameters(types, (*([0] * len(tensors)), *rest))]
-    values += [bytes(WORD)] * 2  # scratch memory, of which there is none
+    values = [_packed(kind, value) for kind, value in parameters(types, (*([0] * len(tensors)), *rest))]
+    values += [bytes(WORD)] * NUM_SCRATCH
     function = _driver_function("cuLaunchKernelEx")
-    if function is None or None in values or len(values) != _num_parameters(compiled):
+    if function is None or None in values or len(values) != num_parameters(compiled):
         return None
     # four words | CUlaunchConfig | addresses of the parameters | parameters
     pointers_at = WORDS.size + CONFIG.size
@@ -100,11 +101,11 @@ def frame(compiled: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequ
     )
 
 
-def _parameters(types: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def parameters(types: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The types and values that reach the kernel: those of tuples one by one, no constants."""
     for kind, value in zip(types, values, strict=True):
         if isinstance(kind, tuple):
-            yield from _parameters(kind, value)
+            yield from parameters(kind, value)
         elif kind != "constexpr":
             yield kind, value
 
@@ -118,7 +119,7 @@ def _packed(kind: str, value: Any) -> bytes | None:
     return None
 
 
-def _num_parameters(compiled: Any) -> int:
+def num_parameters(compiled: Any) -> int:
     """As the compiled kernel has them."""
     declared = re.search(rf"\.entry\s+{re.escape(compiled.name)}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     return declared[1].count(".param") if declared else -1

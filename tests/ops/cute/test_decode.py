@@ -18,6 +18,7 @@ from cula.dispatch import choose
 from cula.ops.cute import build, decode, loader, variants
 from cula.reference import relative_error
 from tests.support import ptx
+from tests.support.plans import run_plan, stand_in
 
 D, SLOTS = 128, 4
 BF16, F32 = torch.bfloat16, torch.float32
@@ -243,11 +244,12 @@ def test_num_warps(pool, T, best):
     assert min(best) >= min(T, 4)
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
     """The name and arguments of every launch, instead of launches."""
     calls = []
-    monkeypatch.setattr(decode, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    kernel = stand_in(request.param)
+    monkeypatch.setattr(decode, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(decode, "stream_of", lambda device: 0)
     monkeypatch.setattr(decode, "current_stream", lambda device: 0)
     monkeypatch.setattr(decode, "current_device", lambda: None)  # as a CPU's index
@@ -259,14 +261,14 @@ def launched(monkeypatch):
 def test_again_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     decode.decode(p, x)
-    assert decode.decode_again(p, x, x)(x) is x.out
+    assert run_plan(decode.decode_again(p, x, x), x) is x.out
     assert launched[0] == launched[1]
 
 
 def test_again_makes_an_output(launched):
     p, x = make(Case(), "cpu")
     given = x._replace(out=None)
-    o = decode.decode_again(p, given, given)(given)
+    o = run_plan(decode.decode_again(p, given, given), given)
     assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert launched[0][1][10] == o.data_ptr()
 
@@ -297,7 +299,7 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
 def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
     p, x = make(case, "cpu")
     again = decode.decode_again(p, x, x)
-    assert (again(x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
+    assert (run_plan(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
     assert len(launched) == fits
 
 

@@ -19,6 +19,7 @@ from cula.dispatch import choose
 from cula.ops.cute import build, first_use, kda, loader
 from cula.reference import relative_error
 from tests.support import ptx
+from tests.support.plans import run_plan, stand_in
 
 D, CHUNK, NUM_SMS = 128, 64, 132
 
@@ -278,11 +279,12 @@ def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeyp
 # Calls that are made again
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
     """The arguments of every launch, instead of launches."""
     calls = []
-    monkeypatch.setattr(kda, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    kernel = stand_in(request.param)
+    monkeypatch.setattr(kda, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(kda, "stream_of", lambda device: 0)
     monkeypatch.setattr(kda, "current_stream", lambda device: 0)
     monkeypatch.setattr(kda, "current_device", lambda: None)  # as a CPU's index
@@ -297,7 +299,7 @@ def test_again_launches_what_a_call_launches(launched, case):
     out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
     first = kda.kda_fwd(p, x, out)
     again = kda.kda_fwd_again(p, x, out)
-    o, final_state = again((*x, out))
+    o, final_state = run_plan(again, (*x, out))
     assert o is out
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
@@ -309,13 +311,13 @@ def test_again_launches_what_a_call_launches(launched, case):
 def test_again_is_for_tensors_that_need_no_copy(launched):
     p, x = make(Case((100, 100), is_packed=False), "cpu")
     again = kda.kda_fwd_again(p, x)
-    o, final_state = again((*x, None))
+    o, final_state = run_plan(again, (*x, None))
     assert o.shape == x.v.shape and o.is_contiguous() and o.dtype == torch.bfloat16
     assert final_state.shape == x.initial_state.shape and final_state.is_contiguous()
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
-    assert again((*x._replace(q=odd), None)) is None
+    assert run_plan(again, (*x._replace(q=odd), None)) is None
     odd_state = torch.empty(x.initial_state.numel() + 1)[1:].view(x.initial_state.shape)
-    assert again((*x._replace(initial_state=odd_state), None)) is None
+    assert run_plan(again, (*x._replace(initial_state=odd_state), None)) is None
     longer = torch.cat([x.q, x.q], dim=1)
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, ::2])) is not None

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from cula.contract import DecodeInputs, DecodeOptions, check_decode
+from cula.ops.native import launcher
 from cula.ops.triton import decode
 from cula.ops.triton.launch import ALIGNMENT
+from tests.support.plans import run_plan
 
 N, H, D, STREAM = 3, 2, 32, 77
 
@@ -28,17 +30,14 @@ def launches(monkeypatch):
     made, done, fits = [], [], [True]
 
     class Launch:
-        device, before, after, rest = 0, ("grid",), ("kernel",), ()
+        device = 0
 
-        def __init__(self, kernel, grid, tensors, rest, **options):
+        def __init__(self, kernel, grid, tensors, rest, of, **options):
             made.append((grid, tensors, rest, options))
-            self.rest = rest
+            self.run = launcher(of, lambda stream, *addresses: done.append((stream, *addresses)), None)
 
         def fits(self):
             return fits[0]
-
-        def run(self, *arguments):
-            done.append(arguments)
 
     monkeypatch.setattr(decode, "Launch", Launch)
     monkeypatch.setattr(decode, "current_stream", lambda device: STREAM)
@@ -67,13 +66,13 @@ def test_a_plan_passes_addresses_in_the_kernels_order(launches, call, has_out):
     x = x._replace(out=torch.empty_like(x.v)) if has_out else x
     problem, rows, _ = check_decode(x, options)
     again = decode.decode_again(problem, rows, x)
-    o = again(x)
+    o = run_plan(again, x)
     assert o is x.out if has_out else o.shape == x.v.shape and o.is_contiguous()
-    (_, tensors, rest, _), (arguments,) = made[0], done
+    (_, tensors, _, _), (arguments,) = made[0], done
     addresses = [0 if t is None else t.data_ptr() for t in (*tensors[:-1], o)]
-    assert arguments == ("grid", STREAM, "kernel", *addresses, *rest)
+    assert arguments == (STREAM, *addresses)
     fits[0] = False
-    assert again(x) is None
+    assert run_plan(again, x) is None
     assert len(done) == 1
 
 
@@ -88,4 +87,4 @@ def test_addresses_that_the_kernel_was_not_compiled_for(launches, name):
     moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     assert moved.data_ptr() % ALIGNMENT
     parameter = decode.decode_kernel.arg_names[DecodeInputs._fields.index(name)]
-    assert (again(x._replace(**{name: moved})) is not None) == (parameter in decode.ANY_ADDRESS)
+    assert (run_plan(again, x._replace(**{name: moved})) is not None) == (parameter in decode.ANY_ADDRESS)
