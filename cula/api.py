@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from cula import contract, operators, plans, settings
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, KdaProblem, LightningInputs, LightningProblem
 from cula.dispatch import Choice, Problem, choose
 from cula.ops import Plan
-from cula.ops.native import Addresses
+from cula.ops.native import Tensors
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
 
 
@@ -142,7 +143,7 @@ def cula_kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state
     )  # fmt: skip
     words: Any = None
-    if not (kwargs or checkpoint_every or checkpoint_states is not None or torch.compiler.is_compiling()):
+    if not (kwargs or checkpoint_every or checkpoint_states is not None or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (
             scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
@@ -207,8 +208,7 @@ def _infer_kda(
     choice: Choice,
     output_final_state: bool,
     with_states: bool,
-    tensors: Sequence[Tensor | None],
-    _: Addresses,
+    tensors: Tensors,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Run a checked call that needs no gradient; tensors are `KdaInputs`, then out, a pool and its two vectors."""
     x, (out, pool, indices, has_initial_state) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ def cula_lightning(
     who = "cula_lightning"
     tensors = (Q, K, V, decay, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state)
     words: Any = None
-    if not (kwargs or torch.compiler.is_compiling()):
+    if not (kwargs or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (scale, output_final_state, chunk_size, device, backend)
         done = _lightning_plans.run(tensors, words)
@@ -319,7 +319,7 @@ _lightning_plans = plans.Plans()
 
 
 def _infer_lightning(
-    problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Sequence[Tensor | None], _: Addresses = None
+    problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Tensors
 ) -> tuple[Tensor, Tensor | None]:
     """Run a checked call that needs no gradient; tensors are `LightningInputs`, then out, a pool and its two vectors."""
     x, (out, pool, indices, has_initial_state) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
@@ -415,15 +415,15 @@ def cula_decode(
     who = "cula_decode"
     tensors = (q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
     words: Any = None
-    if not (kwargs or torch.compiler.is_compiling()):
+    if not (kwargs or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (
             mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, null_index, commit, state_layout, backend,
         )  # fmt: skip
-        o = _decode_plans.run(tensors, words)
-        if o is not None:
-            return o, state
+        done = _decode_plans.run(tensors, words)
+        if done is not None:
+            return done
     x = DecodeInputs(*tensors)
     for name, given, known in (
         ("mode", mode, ("kda", "lightning")),

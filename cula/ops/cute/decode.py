@@ -6,14 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops import Plan
 from cula.ops.cute.common.decode_flags import (
     BETA_IS_F32,
     COMMIT,
@@ -30,8 +26,8 @@ from cula.ops.cute.common.decode_flags import (
 from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import address, stream_of
-from cula.ops.host import current_device, current_stream, empty, form_of
-from cula.ops.native import Address, Addresses
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -81,11 +77,11 @@ def run(problem: DecodeProblem, x: DecodeInputs, warps: int) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
-    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+    """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
 
-    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
-    the same, and so the strides that x has. It returns None for addresses that the kernel cannot read.
+    The recipe takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has. It makes o and names the pool.
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
@@ -99,18 +95,8 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     bytes_of = {"q": TOKEN_BYTES, "k": TOKEN_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
     of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
     launch = launch_again(load(variant(p), ARCH), of, (*_numbers(p, x, o), num_warps(p)))
-    form_of_o, index = form_of(o), device.index
-    del o, x, given
-
-    def again(tensors: Sequence[Any], at: Addresses) -> Tensor | None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return again(tensors, at)
-        out = tensors[12]
-        o = empty(*form_of_o) if out is None else out
-        return o if launch(current_stream(index), at, o) else None
-
-    return again
+    fields = x._fields
+    return Recipe(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
 
 
 def _aligned(t: Tensor) -> Tensor:

@@ -23,18 +23,14 @@ Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops import Plan
-from cula.ops.host import current_stream, empty, form_of
-from cula.ops.native import Address, Addresses
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
 from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -354,11 +350,11 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
-    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+    """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
 
-    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
-    the same, and so the strides that x has.
+    The recipe takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has. It makes o and names the pool.
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
@@ -369,14 +365,6 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     if any(t is not None and t.data_ptr() % a.alignment for a, t in zip(of, tensors)):
         return None
     launch = Launch(decode_kernel, grid, tensors, rest, of, num_warps=num_warps)
-    fits, run, device, form = launch.fits, launch.run, launch.device, form_of(like_v)
-    del like_v, tensors, x, given
-
-    def again(call: Sequence[Any], at: Addresses) -> Tensor | None:
-        if not fits():
-            return None
-        out = call[12]
-        o = empty(*form) if out is None else out
-        return o if run(current_stream(device), at, o) else None
-
-    return again
+    fields = x._fields
+    outputs = (form_of(like_v) if x.out is None else fields.index("out"), fields.index("state"))
+    return Recipe(launch.device, (launch.run,), outputs, is_ready=launch.is_ready)

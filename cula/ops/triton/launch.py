@@ -13,7 +13,6 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from cula.ops.host import current_device
 from cula.ops.native import Address, Frame, launcher
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
@@ -25,7 +24,7 @@ class Launch:
     Triton's own call derives the specialisation from every argument each time, which takes the host several times as
     long as a short kernel takes the GPU. Here only addresses and the stream are new:
 
-        launch.fits() and launch.run(stream, addresses, *outputs)    # as in `native.py`
+        launch.is_ready() and launch.run(stream, addresses, *outputs)    # as in `native.py`
 
     Args:
         kernel: a `triton.jit` function whose first parameters are tensors.
@@ -48,14 +47,11 @@ class Launch:
 
         self.run = launcher(of, plain, frame(compiled, grid, tensors, rest))
 
-    def fits(self) -> bool:
-        """Whether a launch may happen now: on the kernel's device, and with no profiler that wants to hear of it."""
-        return current_device() == self.device and not _is_hooked()
-
-
-def _is_hooked() -> bool:
-    hooks = knobs.runtime.launch_enter_hook
-    return bool(getattr(hooks, "calls", hooks is not None))
+    @staticmethod
+    def is_ready() -> bool:
+        """Whether there is no profiler that wants to hear of launches, and so must hear of this one from Triton."""
+        hooks = knobs.runtime.launch_enter_hook
+        return not getattr(hooks, "calls", hooks is not None)
 
 
 # From C: cuLaunchKernelEx(config, function, parameters, extra)

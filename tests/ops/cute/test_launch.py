@@ -7,6 +7,7 @@ import torch
 from cula.ops import native
 from cula.ops.cute import launch
 from cula.ops.native import Address
+from tests.support.plans import addresses
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
@@ -20,7 +21,7 @@ def test_the_function_is_called_with_the_same_arguments():
     again = launch.again(kernel, OF, NUMBERS)
     assert native._compiled() is None or not hasattr(again, "__code__"), "by C"
     q, o = torch.randn(8), torch.randn(8)
-    assert again(2**45, native.addresses((q, None)), o)
+    assert again(2**45, addresses((q, None)), o)
     kernel(q.data_ptr(), 2**40 + 8, o.data_ptr(), *NUMBERS, 2**45)
     assert seen[0] == seen[1]
     assert [type(x) for x in seen[0]] == [type(x) for x in seen[1]]
@@ -36,7 +37,17 @@ def test_a_function_that_raises_has_not_launched():
     q = torch.randn(8)
     again = launch.again(tvm_ffi.convert(fail), OF, NUMBERS)
     for _ in range(3):
-        assert not again(0, native.addresses((q, None)), q)
+        assert not again(0, addresses((q, None)), q)
+    # nothing of that is left for others: neither for a function that works, nor in what another says
+    assert tvm_ffi.convert(lambda: 5)() == 5
+
+    def fail_otherwise():
+        raise ValueError("another")
+
+    with pytest.raises(ValueError, match="another"):
+        tvm_ffi.convert(fail_otherwise)()
+    with pytest.raises(RuntimeError, match="CUDA error 1"):  # as the long way meets it
+        tvm_ffi.convert(fail)()
 
 
 def test_any_other_function_is_called_by_python():

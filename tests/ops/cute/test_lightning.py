@@ -14,7 +14,7 @@ from cula.dispatch import choose
 from cula.ops.cute import build, lightning, loader
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, LightningCall
-from tests.support.plans import run_plan, stand_in
+from tests.support.plans import plan_on_cpu, run_plan, stand_in
 
 HOPPER = LightningProblem(
     device="cuda",
@@ -212,9 +212,7 @@ def launched(monkeypatch, request):
     kernel = stand_in(request.param)
     monkeypatch.setattr(lightning, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
     monkeypatch.setattr(lightning, "stream_of", lambda device: 0)
-    monkeypatch.setattr(lightning, "current_stream", lambda device: 0)
-    monkeypatch.setattr(lightning, "current_device", lambda: None)  # as a CPU's index
-    monkeypatch.setattr(lightning, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    plan_on_cpu(monkeypatch)
     return calls
 
 

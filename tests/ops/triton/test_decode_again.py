@@ -8,7 +8,7 @@ from cula.contract import DecodeInputs, DecodeOptions, check_decode
 from cula.ops.native import launcher
 from cula.ops.triton import decode
 from cula.ops.triton.launch import ALIGNMENT
-from tests.support.plans import run_plan
+from tests.support.plans import plan_on_cpu, run_plan
 
 N, H, D, STREAM = 3, 2, 32, 77
 
@@ -26,8 +26,8 @@ def given(mode="kda", T=1, packed=False, **more) -> tuple[DecodeInputs, DecodeOp
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What is launched: (arguments of `Launch`, arguments of the launch); and whether launches fit."""
-    made, done, fits = [], [], [True]
+    """What is launched: (arguments of `Launch`, arguments of the launch); and whether launches are ready."""
+    made, done, ready = [], [], [True]
 
     class Launch:
         device = 0
@@ -36,13 +36,12 @@ def launches(monkeypatch):
             made.append((grid, tensors, rest, options))
             self.run = launcher(of, lambda stream, *addresses: done.append((stream, *addresses)), None)
 
-        def fits(self):
-            return fits[0]
+        def is_ready(self):
+            return ready[0]
 
     monkeypatch.setattr(decode, "Launch", Launch)
-    monkeypatch.setattr(decode, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(decode, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
-    return made, done, fits
+    plan_on_cpu(monkeypatch, device=0, stream=STREAM)
+    return made, done, ready
 
 
 @pytest.mark.parametrize(
@@ -61,17 +60,18 @@ def launches(monkeypatch):
     ids=["out", "no out", "packed", "lightning", "no indices", "drafts"],
 )
 def test_a_plan_passes_addresses_in_the_kernels_order(launches, call, has_out):
-    made, done, fits = launches
+    made, done, ready = launches
     x, options = call
     x = x._replace(out=torch.empty_like(x.v)) if has_out else x
     problem, rows, _ = check_decode(x, options)
     again = decode.decode_again(problem, rows, x)
-    o = run_plan(again, x)
+    o, state = run_plan(again, x)
+    assert state is x.state
     assert o is x.out if has_out else o.shape == x.v.shape and o.is_contiguous()
     (_, tensors, _, _), (arguments,) = made[0], done
     addresses = [0 if t is None else t.data_ptr() for t in (*tensors[:-1], o)]
     assert arguments == (STREAM, *addresses)
-    fits[0] = False
+    ready[0] = False
     assert run_plan(again, x) is None
     assert len(done) == 1
 

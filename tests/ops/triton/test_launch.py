@@ -9,6 +9,7 @@ import torch
 
 from cula.ops import native
 from cula.ops.native import Address
+from tests.support.plans import addresses
 
 pytest.importorskip("triton")
 
@@ -72,7 +73,7 @@ def test_the_driver_gets_the_kernels_parameters(driver):
     q, o = torch.randn(8), torch.randn(8)
     frame = launch.frame(compiled(), GRID, (q, None, o), REST)
     run = native.launcher((Address(0), Address(1), Address(~0)), print, frame)
-    assert run(STREAM, native.addresses((q, None)), o)
+    assert run(STREAM, addresses((q, None)), o)
     config, function, values, extra = driver[1]
     assert values == [q.data_ptr(), o.data_ptr(), -3, 2**40, 2**35, pytest.approx(0.1), 1, 0, 0]
     assert (function, extra) == (FUNCTION, None)
