@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from cula import contract, operators, plans, settings
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, KdaProblem, LightningInputs, LightningProblem
 from cula.dispatch import Choice, Problem, choose
 from cula.ops import Plan
+from cula.ops.native import Tensors
 from cula.state_pool import checkpoint_places, read_pool, write_checkpoints, write_pool
 
 
@@ -141,14 +143,14 @@ def cula_kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state
     )  # fmt: skip
     words: Any = None
-    if not (kwargs or checkpoint_every or checkpoint_states is not None or torch.compiler.is_compiling()):
+    if not (kwargs or checkpoint_every or checkpoint_states is not None or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (
             scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, output_final_state, return_intermediate_states, disable_recompute, device, backend,
         )  # fmt: skip
-        plan = _kda_plans.find(tensors, words)
-        if plan is not None and (done := plan(tensors)) is not None:
+        done = _kda_plans.run(tensors, words)
+        if done is not None:
             return done
     x = KdaInputs(*tensors[:9])
     uses_pool, keeps_checkpoints = state_pool is not None, checkpoint_states is not None
@@ -202,7 +204,11 @@ _kda_plans = plans.Plans()
 
 
 def _infer_kda(
-    problem: KdaProblem, choice: Choice, output_final_state: bool, with_states: bool, tensors: Sequence[Tensor | None]
+    problem: KdaProblem,
+    choice: Choice,
+    output_final_state: bool,
+    with_states: bool,
+    tensors: Tensors,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Run a checked call that needs no gradient; tensors are `KdaInputs`, then out, a pool and its two vectors."""
     x, (out, pool, indices, has_initial_state) = KdaInputs(*tensors[:9]), tensors[9:]  # type: ignore[arg-type]
@@ -273,11 +279,11 @@ def cula_lightning(
     who = "cula_lightning"
     tensors = (Q, K, V, decay, initial_state, cu_seqlens, out, state_pool, initial_state_indices, has_initial_state)
     words: Any = None
-    if not (kwargs or torch.compiler.is_compiling()):
+    if not (kwargs or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (scale, output_final_state, chunk_size, device, backend)
-        plan = _lightning_plans.find(tensors, words)
-        if plan is not None and (done := plan(tensors)) is not None:
+        done = _lightning_plans.run(tensors, words)
+        if done is not None:
             return done
     x = LightningInputs(*tensors[:6])
     wants_state = output_final_state or state_pool is not None
@@ -313,7 +319,7 @@ _lightning_plans = plans.Plans()
 
 
 def _infer_lightning(
-    problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Sequence[Tensor | None]
+    problem: LightningProblem, choice: Choice, output_final_state: bool, tensors: Tensors
 ) -> tuple[Tensor, Tensor | None]:
     """Run a checked call that needs no gradient; tensors are `LightningInputs`, then out, a pool and its two vectors."""
     x, (out, pool, indices, has_initial_state) = LightningInputs(*tensors[:6]), tensors[6:]  # type: ignore[arg-type]
@@ -409,15 +415,15 @@ def cula_decode(
     who = "cula_decode"
     tensors = (q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out)
     words: Any = None
-    if not (kwargs or torch.compiler.is_compiling()):
+    if not (kwargs or is_dynamo_compiling()):
         scale = scale if scale is None else float(scale)
         words = (
             mode, scale, device, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, null_index, commit, state_layout, backend,
         )  # fmt: skip
-        plan = _decode_plans.find(tensors, words)
-        if plan is not None and (o := plan(tensors)) is not None:
-            return o, state
+        done = _decode_plans.run(tensors, words)
+        if done is not None:
+            return done
     x = DecodeInputs(*tensors)
     for name, given, known in (
         ("mode", mode, ("kda", "lightning")),

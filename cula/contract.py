@@ -167,13 +167,13 @@ def check_kda(x: KdaInputs, options: KdaOptions, who: str = "cula_kda") -> tuple
         scale=K**-0.5 if options.scale is None else float(options.scale),
         options=options,
     )
-    g_unit = g if has_scalar_gate else unit_last_stride(g)
+    g_unit = g.resolve_neg() if has_scalar_gate else unit_last_stride(g)
     return problem, KdaInputs(
         unit_last_stride(q),
         unit_last_stride(k),
         unit_last_stride(v),
         g_unit,
-        beta,
+        beta.resolve_neg(),
         None if A_log is None else A_log.contiguous(),
         None if dt_bias is None else dt_bias.contiguous(),
         None if h0 is None else h0.contiguous(),
@@ -466,9 +466,11 @@ def check_decode(x: DecodeInputs, options: DecodeOptions, who: str = "cula_decod
         q=as_rows(unit_last_stride(q)),
         k=as_rows(unit_last_stride(k)),
         v=as_rows(unit_last_stride(v)),
-        g=None if g is None else as_rows(g if has_scalar_gate else unit_last_stride(g)),
-        beta=None if beta is None else as_rows(beta),
-        dt_bias=dt_bias,
+        g=None if g is None else as_rows(g.resolve_neg() if has_scalar_gate else unit_last_stride(g)),
+        beta=None if beta is None else as_rows(beta.resolve_neg()),
+        A_log=None if x.A_log is None else x.A_log.resolve_neg(),
+        dt_bias=None if dt_bias is None else dt_bias.resolve_neg(),
+        decay=None if x.decay is None else x.decay.resolve_neg(),
         out=None if x.out is None else as_rows(x.out),
     )
     return problem, normalised, is_packed

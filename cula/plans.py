@@ -12,21 +12,18 @@ long way. On a CPU there are no plans: offsets and slots are checked there on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from cula import settings
-from cula.ops import Plan
-from cula.ops.host import TensorGuards
+from cula.ops import Plan, native
+from cula.ops.native import Again, Tensors
 
 CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
 
-LATEST = 4  # plans compared with before a signature is written down
-
-Tensors = Sequence[Tensor | None]
-Likeness = Callable[[Tensors], bool]
+LATEST = 8  # plans compared with before a signature is written down
 
 
 class Plans:
@@ -34,20 +31,31 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        # By words alone, the plans that were last found for them, newest first: most calls repeat one of those before, and
-        # to compare tensors with those of a plan is several times as fast as to write their signature down.
-        self._latest: dict[Hashable, tuple[tuple[Likeness, Plan], ...]] = {}
+        # The latest of them to be used, newest first, with their words: most calls repeat one of those before, and to compare
+        # tensors with those of a plan is several times as fast as to write their signature down.
+        self._latest: tuple[tuple[Hashable, Again], ...] = ()
+        self._first: Any = None  # looks through them; there once something is
 
-    def find(self, tensors: Tensors, words: Hashable) -> Plan | None:
+    def run(self, tensors: Tensors, words: Hashable) -> Any:
+        """What the plan for such a call returns. None: there is none or it does not fit, and the call goes the long way."""
         if settings.check_values():
             return None
-        for is_like, plan in self._latest.get(words, ()):
-            if is_like(tensors):
-                return plan
-        found = self._plans.get((signature(tensors), words))
-        if found is not None:
-            self._remember(tensors, words, found)
-        return found
+        if self._first is None:
+            return None
+        done = self._first(self._latest, tensors, words)
+        if done is not NotImplemented:
+            return done
+        if torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
+            return None
+        plan = self._plans.get((signature(tensors), words))
+        if plan is None:
+            return None
+        again = native.planned(tensors, plan)
+        done = again(tensors)
+        if done is NotImplemented:
+            return None
+        self._remember(words, again)
+        return done
 
     def keep(self, tensors: Tensors, words: Hashable, plan: Plan | None) -> None:
         """Use `plan` for calls like this one, which went the long way; nothing is kept for a call that may have none."""
@@ -56,39 +64,15 @@ class Plans:
             return
         if len(self._plans) >= CAPACITY:
             self._plans.clear()
-            self._latest.clear()
+            self._latest = ()
         self._plans[seen, words] = plan
-        self._remember(tensors, words, plan)
+        self._remember(words, native.planned(tensors, plan))
 
-    def _remember(self, tensors: Tensors, words: Hashable, plan: Plan) -> None:
-        if TensorGuards is not None:
-            self._latest[words] = ((likeness(tensors), plan), *self._latest.get(words, ())[: LATEST - 1])
+    def _remember(self, words: Hashable, again: Again) -> None:
+        self._latest = ((words, again), *self._latest[: LATEST - 1])
+        self._first = native.finder()
 
 
 def signature(tensors: Tensors) -> Hashable | None:
-    """What tensors have in common with those of a call like theirs; None if such a call has no plan.
-
-    Cheap rather than general: what is no CUDA tensor where one belongs is left to the contract to complain about.
-    """
-    try:
-        if not tensors[0].is_cuda:  # type: ignore[union-attr]
-            return None
-        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
-            return None
-        return tuple([t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-    except (AttributeError, TypeError):
-        return None
-
-
-def likeness(tensors: Tensors) -> Likeness:
-    """A function that says whether other tensors have the signature of these.
-
-    Written for these tensors as one expression, `lambda t: t[2] is None and check(t[0], t[1])`: no loop over them and no tuple
-    of them, which is what most of the time would go into.
-    """
-    given = [(i, t) for i, t in enumerate(tensors) if t is not None]
-    sizes, strides = [list(t.shape) for _, t in given], [list(t.stride()) for _, t in given]
-    check = TensorGuards(*(t for _, t in given), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    asked = [f"t[{i}] is None" for i, t in enumerate(tensors) if t is None]
-    asked.append(f"check({', '.join(f't[{i}]' for i, _ in given)})")
-    return eval(f"lambda t: {' and '.join(asked)}", {"check": check})
+    """What tensors have in common with those of a call like theirs; None if such a call has no plan."""
+    return native.signature(tensors) if getattr(tensors[0], "is_cuda", False) else None

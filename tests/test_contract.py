@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import cula
+from cula import contract
 from cula.contract import ArgumentTypeError
 
 
@@ -256,6 +257,19 @@ DECODE_CASES = {
 def test_cula_decode_refuses(name):
     changes, error, fragments = DECODE_CASES[name]
     assert_refused(cula.cula_decode, decode_arguments(**changes), error, "cula_decode", *fragments)
+
+
+def test_kernels_get_no_tensors_that_stand_for_their_negatives():
+    def negated(*shape):
+        return torch.randn(shape, dtype=torch.complex64).conj().imag
+
+    scalar = kda_arguments(g=negated(1, 6, 4), beta=negated(1, 6, 4))
+    _, x = contract.check_kda(contract.KdaInputs(**scalar), contract.KdaOptions())
+    given = decode_arguments(g=negated(3, 2, 4), beta=negated(3, 2, 4), A_log=negated(4), dt_bias=negated(4))
+    options = contract.DecodeOptions(is_kda=True, use_gate_in_kernel=True)
+    _, rows, _ = contract.check_decode(contract.DecodeInputs(**given), options)
+    assert scalar["g"].is_neg() and given["A_log"].is_neg()
+    assert not any(t.is_neg() for t in (*x, *rows) if t is not None)
 
 
 def test_a_wrong_dtype_is_a_value_error_too():

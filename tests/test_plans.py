@@ -6,32 +6,9 @@ import torch
 
 import cula
 from cula import plans
+from cula.ops import native
+from tests.ops.test_native import CHANGES, tensors
 from tests.support.calls import KdaCall
-
-
-def tensors():
-    return torch.randn(3, 4), None, torch.randn(4)
-
-
-CHANGES = {
-    "shape": lambda a, b, c: (a[:2], b, c),
-    "strides": lambda a, b, c: (a.t().contiguous().t(), b, c),
-    "dtype": lambda a, b, c: (a.double(), b, c),
-    "device": lambda a, b, c: (a, b, c.to("meta")),
-    "one more": lambda a, b, c: (a, c, c),
-    "one less": lambda a, b, c: (a, b, None),
-    "another place": lambda a, b, c: (a, c, None),
-    "no tensor": lambda a, b, c: (a, b, [1.0] * 4),
-    "gradient": lambda a, b, c: (a.requires_grad_(), b, c),
-}
-
-
-@pytest.mark.skipif(plans.TensorGuards is None, reason="this torch has no TensorGuards")
-@pytest.mark.parametrize("change", CHANGES)
-def test_likeness_is_lost_with_any_change(change):
-    is_like = plans.likeness(tensors())
-    assert is_like(tensors())
-    assert not is_like(CHANGES[change](*tensors()))
 
 
 @pytest.fixture
@@ -57,26 +34,38 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(plans, "signature", signature)
 
 
-@pytest.mark.parametrize("guards", [True, False])
+def compare_by_guards(monkeypatch):
+    if native.TensorGuards is None:
+        pytest.skip("this torch has no TensorGuards")
+    monkeypatch.setattr(native, "_compiled", lambda: None)
+
+
+def compare_by_signature(monkeypatch):
+    compare_by_guards(monkeypatch)
+    monkeypatch.setattr(native, "TensorGuards", None)
+
+
+@pytest.mark.parametrize("by", [lambda _: None, compare_by_guards, compare_by_signature], ids=["c", "guards", "signature"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_is_found_for_the_same_signature_only(on_cpu, monkeypatch, change, guards):
-    if not guards:
-        monkeypatch.setattr(plans, "TensorGuards", None)
-    known, plan = plans.Plans(), lambda t: t
-    known.keep(tensors(), ("word", None), plan)
-    assert known.find(tensors(), ("word", None)) is plan
-    assert known.find(tensors(), ("word", 1)) is None
-    assert known.find(CHANGES[change](*tensors()), ("word", None)) is None
+def test_a_plan_runs_for_the_same_signature_only(on_cpu, monkeypatch, change, by):
+    by(monkeypatch)
+    known = plans.Plans()
+    known.keep(tensors(), ("word", None), lambda given: given)
+    given = tensors()
+    for _ in range(2):
+        assert known.run(given, ("word", None)) is given
+    assert known.run(given, ("word", 1)) is None
+    assert known.run(CHANGES[change](*given), ("word", None)) is None
 
 
 def test_many_shapes_share_their_words(on_cpu):
     known = plans.Plans()
-    found = {n: (lambda t, n=n: n) for n in range(1, 20)}
-    for n, plan in found.items():
-        known.keep((torch.empty(n, 2), torch.empty(n)), "words", plan)
-    for n, plan in found.items():
-        assert known.find((torch.empty(n, 2), torch.empty(n)), "words") is plan
-    assert known.find((torch.empty(20, 2), torch.empty(20)), "words") is None
+    given = {n: (torch.empty(n, 2), torch.empty(n)) for n in range(1, 21)}
+    for n in range(1, 20):
+        known.keep(given[n], "words", lambda tensors, n=n: n)
+    for n in range(1, 20):
+        assert known.run(given[n], "words") == n
+    assert known.run(given[20], "words") is None
 
 
 def test_a_full_memory_starts_over(on_cpu, monkeypatch):
@@ -84,15 +73,32 @@ def test_a_full_memory_starts_over(on_cpu, monkeypatch):
     known = plans.Plans()
     for n in range(4):
         known.keep((torch.empty(n, 2), torch.empty(n)), "words", lambda t: t)
-    assert known.find((torch.empty(3, 2), torch.empty(3)), "words") is not None
-    assert known.find((torch.empty(1, 2), torch.empty(1)), "words") is None
+    assert known.run((torch.empty(3, 2), torch.empty(3)), "words") is not None
+    assert known.run((torch.empty(1, 2), torch.empty(1)), "words") is None
 
 
 def test_checks_of_values_are_not_skipped(on_cpu, monkeypatch):
     known = plans.Plans()
     known.keep(tensors(), "words", lambda t: t)
     monkeypatch.setenv("CULA_CHECK", "1")
-    assert known.find(tensors(), "words") is None
+    assert known.run(tensors(), "words") is None
+
+
+def test_tensors_of_an_export_have_no_plans(on_cpu, monkeypatch):
+    """Their sizes may be symbols, which are no part of a signature."""
+    known = plans.Plans()
+    known.keep(tensors(), "words", lambda t: t)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    monkeypatch.setattr(plans, "signature", lambda tensors: 1 / 0)
+    other = torch.randn(5)
+    assert known.run((other, None, other), "words") is None
+
+
+def test_a_plan_that_does_not_fit_is_asked_once(on_cpu):
+    known, asked = plans.Plans(), []
+    known.keep(tensors(), "words", lambda t: asked.append(t))
+    assert known.run(tensors(), "words") is None
+    assert len(asked) == 1
 
 
 def test_cpu_calls_have_no_plans():
@@ -110,10 +116,10 @@ def test_kda_by_plan_is_kda(on_cpu, monkeypatch, with_states):
     first = cula.cula_kda(**given)
     (plan,) = known._plans.values()
     taken = []
-    known.find = lambda tensors, words: lambda t: taken.append(1) or plan(t)
+    known.run = lambda tensors, words: taken.append(1) or plan(tensors)
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
-    known.find = lambda tensors, words: lambda t: taken.append(2)  # does not fit: the long way
+    known.run = lambda tensors, words: taken.append(2)  # does not fit: the long way
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
     assert taken == [1, 2]

@@ -106,8 +106,10 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
     is_host = rows[0]["metric"] == "host_ms"
     is_gpu = any(summary.ours(row).get("graph_ms") for row in rows)
     has_peak = any(summary.ours(row).get("peak_bytes") for row in rows)
+    has_loop = any(summary.ours(row).get("host_loop_ms") for row in rows)  # older files have not
     head = ["operation", "shape, gate", "backend", "host us" if is_host else "ms"]
     head += ["cold L2 ms", "host us"] if is_gpu and not is_host else []
+    head += ["in a loop us"] if has_loop else []
     head += ["dispatch us", "graph replay us"] if is_host else ["floor ms", "over floor"]
     head += ["error"] + (["peak MiB"] if has_peak else [])
     for p in peers:
@@ -122,6 +124,8 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
         cells = [f"{row['op'].replace('_', ' ')} {mode}".strip(), row["label"], backend, _time(entry, row["metric"])]
         if is_gpu and not is_host:
             cells += [summary.ms(entry.get("cold_ms")), _us(entry.get("host_ms"))]
+        if has_loop:
+            cells += [_us(entry.get("host_loop_ms"))]
         if is_host:
             cells += [_us(entry.get("dispatch_ms")), _us(entry.get("graph_host_ms"))]
         else:
@@ -175,9 +179,10 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
         "## How it was measured",
         "",
         "`ms` is GPU time a call: the median of CUDA graph replays, or of events where a call cannot be captured; on a CPU the "
-        "clock. `cold L2` writes twice the L2 before each call. `host us` is the time until the call returns. Peers ran in the "
-        f"same process on the same inputs. {_tuning(results)} `error` is the largest relative error of any output against "
-        "float64; the slice that was checked stands in each row of the result files. Peak memory is above the inputs.",
+        "clock. `cold L2` writes twice the L2 before each call. `host us` is the time until the call returns, the device idle "
+        "before it; `in a loop`, with others like it before it. Peers ran in the same process on the same inputs. "
+        f"{_tuning(results)} `error` is the largest relative error of any output against float64; the slice that was checked "
+        "stands in each row of the result files. Peak memory is above the inputs.",
         "",
     ]
     return out

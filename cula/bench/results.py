@@ -86,7 +86,7 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE).as_posix()
-        if path.suffix in (".py", ".cu", ".cuh", ".so", ".o", ".cubin") and not name.startswith("bench/"):
+        if path.suffix in (".py", ".c", ".cu", ".cuh", ".so", ".o", ".cubin") and not name.startswith("bench/"):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -152,8 +152,10 @@ def _entry(contender: Peer, x: Inputs, want: check.Outputs, part: check.Slice) -
                 entry["note"] = call.note
             if x.case.is_train:
                 entry["peak_bytes"] = timing.peak_bytes(call.run, x.device)
-            if x.case.mode == "host" and isinstance(contender, Cula):
-                entry["dispatch_ms"] = timing.measure_host(contender.dispatch_only(x))
+            if x.case.mode == "host":
+                entry["host_loop_ms"] = timing.measure_loop(call.run, x.device)
+                if isinstance(contender, Cula):
+                    entry["dispatch_ms"] = timing.measure_host(contender.dispatch_only(x))
             return entry
     except Exception as error:
         return {"status": "failed", "reason": f"{type(error).__name__}: {timing.first_line(error)}"}

@@ -19,6 +19,7 @@ MIN_REPEATS, MAX_REPEATS = 5, 60
 SHORT_MS = 0.2  # calls shorter than this are captured several times in one graph
 MAX_COPIES = 20
 HOST_REPEATS = 25
+LOOP_BATCHES, LOOP_CALLS, LOOP_SECONDS = 15, 100, 0.01  # calls a batch: this many, or what fits in the time
 
 
 @dataclass
@@ -167,6 +168,27 @@ def wall(run: Callable[[], Any], device: torch.device) -> Timing:
 
     whole()
     return Timing(_clock(whole, settle), "clock")
+
+
+def measure_loop(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds until a call returns that follows others like it: the median of batches, the device idle before each.
+
+    What a model pays for one of many calls; a call on its own (`host_ms`) finds the host's caches cold after a wait.
+    """
+
+    def batch(calls: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - began) / calls
+
+    calls = max(1, min(LOOP_CALLS, int(LOOP_SECONDS / max(batch(1), 1e-6))))
+    found = statistics.median(batch(calls) for _ in range(LOOP_BATCHES))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return found * 1e3
 
 
 def measure_host(run: Callable[[], Any]) -> float:

@@ -30,14 +30,16 @@ as `dh0 = dht @ M^T + C`, C being `*_state_grad` at dht = 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Runs a call for tensors of the shapes, strides, dtypes and device it was made for; returns None where it cannot (see
-# `cula.plans`).
-Plan = Callable[[Sequence[Tensor | None]], Any]
+from cula.ops.native import Recipe, Tensors
+
+# How to make a call for tensors of the shapes, strides, dtypes and device it was made for (see `cula.plans`); a function returns
+# None where it cannot.
+Plan = Recipe | Callable[[Tensors], Any]
 
 
 class KdaForward(NamedTuple):

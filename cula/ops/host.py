@@ -20,6 +20,9 @@ def _current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
@@ -34,7 +37,11 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 empty: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
 
 
-def form_of(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+# Whether what the current stream is given now goes to a CUDA graph.
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+def form_of(t: Tensor) -> Form:
     """What `empty` makes another from."""
     return tuple(t.shape), t.stride(), t.dtype
 

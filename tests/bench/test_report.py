@@ -57,6 +57,8 @@ def test_report_holds_the_numbers_of_the_file(result, tmp_path):
         assert any(cell.endswith("**wrong**") for cell in cells) and "**failed**" in cells
         if row["metric"] == "time_ms":
             assert {summary.ms(ours["time_ms"]), summary.ms(ours["cold_ms"]), summary.times(ours["over_floor"])} <= set(cells)
+        else:
+            assert report._us(ours["host_loop_ms"]) in cells
         if ours["peak_bytes"]:
             assert f"{ours['peak_bytes'] / 2**20:.0f}" in cells
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", page):
@@ -68,6 +70,15 @@ def test_report_holds_the_numbers_of_the_file(result, tmp_path):
     assert "not installed (pip install absent)" in page
 
 
+def test_files_from_before_loops_were_measured(result):
+    assert "in a loop us" in report.markdown([result], report.merge([result]), ["r.json"], {})
+    older = json.loads(json.dumps(result))
+    for row in older["rows"]:
+        for entry in row["entries"].values():
+            entry.pop("host_loop_ms", None)
+    assert "in a loop us" not in report.markdown([older], report.merge([older]), ["r.json"], {})
+
+
 def test_every_number_in_the_tables_comes_from_the_file(result, tmp_path):
     """Numbers that appear in the file or are a geomean of its ratios, and no others."""
     rows = report.merge([result])
@@ -75,7 +86,7 @@ def test_every_number_in_the_tables_comes_from_the_file(result, tmp_path):
     allowed = {"1", "2", "0"} | {str(n) for n in range(len(rows) + 1)}
     for row in rows:
         for e in row["entries"].values():
-            for key in ("time_ms", "cold_ms", "host_ms", "graph_host_ms", "dispatch_ms"):
+            for key in ("time_ms", "cold_ms", "host_ms", "host_loop_ms", "graph_host_ms", "dispatch_ms"):
                 value = e.get(key)
                 allowed |= {summary.ms(value), report._us(value)}
             allowed |= {summary.times(e.get("over_floor")).rstrip("x"), report._mib(e)}

@@ -6,14 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops import Plan
 from cula.ops.cute.common.decode_flags import (
     BETA_IS_F32,
     COMMIT,
@@ -27,18 +23,20 @@ from cula.ops.cute.common.decode_flags import (
     USE_NORM,
     ZERO_IS_NULL,
 )
+from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import address, stream_of
-from cula.ops.host import current_device, current_stream, empty, form_of
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
 F32_BYTES = 16  # gates in float32, and states of either kind
 # States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
-# instead of two, and each of them has one of 132 multiprocessors to itself. H200, H = 32, us with 16 / 8 lanes: at N = 1
-# 3.10 / 3.33 for two tokens, 3.63 / 4.08 for four, 5.63 / 7.12 for eight; at N = 8 8.08 / 7.27, 10.0 / 8.86, 21.7 / 17.6.
-WIDE_STATES = 32
+# instead of two, for which there are multiprocessors. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
+# 3.13 / 3.55, 3.60 / 3.93, 5.37 / 7.32; N = 2 3.81 / 4.03, 4.52 / 4.63, 7.48 / 7.83; N = 4 4.92 / 5.33, 6.11 / 5.94, 11.8 / 10.3.
+WIDE_STATES = 64
 
 
 def variant(problem: DecodeProblem) -> str:
@@ -72,11 +70,11 @@ def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
-    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+    """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
 
-    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
-    the same, and so the strides that x has. It returns None for addresses that the kernel cannot read.
+    The recipe takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has. It makes o and names the pool.
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
@@ -84,41 +82,14 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
         return None
-    kernel, numbers, form_of_o = load(variant(p), ARCH), _numbers(p, x, o), form_of(o)
-    gate_bytes, index = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES, device.index
+    gate_bytes = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES
     if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
         gate_bytes = 1
-    del o, x, given
-
-    def again(tensors: Sequence[Any]) -> Tensor | None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return again(tensors)
-        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, _, _, out = tensors
-        q_at, k_at, v_at, pool_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr()
-        g_at = 0 if g is None else g.data_ptr()
-        o = empty(*form_of_o) if out is None else out
-        o_at = o.data_ptr()
-        if (q_at | k_at | v_at | o_at) % TOKEN_BYTES or pool_at % F32_BYTES or g_at % gate_bytes:
-            return None
-        kernel(
-            q_at,
-            k_at,
-            v_at,
-            pool_at,
-            0 if indices is None else indices.data_ptr(),
-            g_at,
-            0 if beta is None else beta.data_ptr(),
-            0 if A_log is None else A_log.data_ptr(),
-            0 if dt_bias is None else dt_bias.data_ptr(),
-            0 if decay is None else decay.data_ptr(),
-            o_at,
-            *numbers,
-            current_stream(index),
-        )
-        return o
-
-    return again
+    bytes_of = {"q": TOKEN_BYTES, "k": TOKEN_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
+    of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
+    launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
+    fields = x._fields
+    return Recipe(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
 
 
 def _aligned(t: Tensor) -> Tensor:

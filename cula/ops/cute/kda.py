@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cula.contract import KdaInputs, KdaProblem
-from cula.ops import KdaForward, Plan
+from cula.ops import KdaForward
+from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
-from cula.ops.host import current_device, current_stream, empty, form_of
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
+from cula.ops.workspace import workspace
 
 # by compute capability
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -109,55 +111,24 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
     return o
 
 
-def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Plan | None:
-    """A plan for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
-    have to be copied. It takes those of x and then `out`, and returns o and the final state, or None for tensors at addresses
-    that TMA cannot read."""
+def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Recipe | None:
+    """A recipe for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
+    have to be copied. It takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     cut = _cut_on(p, device)
-    kernel, numbers = load(variant(p), ARCH_OF[p.sm]), _numbers(p, x, cut, o, ht)
     no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
-    form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
-    form_of_work = ((cut.bytes(p.HV),), (1,), torch.uint8)
-    reads_gates_by_tma, index = not p.has_scalar_gate, device.index
-    del o, ht, x, out
-
-    def again(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return again(tensors)
-        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, out = tensors[:10]
-        q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
-        h0_at = 0 if h0 is None else h0.data_ptr()
-        o = empty(*form_of_o) if out is None else out
-        o_at = o.data_ptr()
-        if (q_at | k_at | v_at | h0_at | o_at | (g_at if reads_gates_by_tma else 0)) % TMA_BYTES:
-            return None
-        ht = None if form_of_ht is None else empty(*form_of_ht)
-        work = empty(*form_of_work)
-        kernel(
-            q_at,
-            k_at,
-            v_at,
-            g_at,
-            beta.data_ptr(),
-            no_A if A_log is None else A_log.data_ptr(),
-            no_bias if dt_bias is None else dt_bias.data_ptr(),
-            o_at,
-            h0_at,
-            0 if ht is None else ht.data_ptr(),
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            work.data_ptr(),
-            *numbers,
-            current_stream(index),
-        )
-        return o, ht
-
-    return again
+    of_q, of_k, of_v = (Address(i, TMA_BYTES) for i in range(3))
+    of_g, of_beta = Address(3, 1 if p.has_scalar_gate else TMA_BYTES), Address(4)
+    of_A, of_bias, of_h0, of_cu = Address(5, absent=no_A), Address(6, absent=no_bias), Address(7, TMA_BYTES), Address(8)
+    of_o, of_ht, of_work = Address(~0, TMA_BYTES), Address(~1), Address(~2)
+    of = (of_q, of_k, of_v, of_g, of_beta, of_A, of_bias, of_o, of_h0, of_ht, of_cu, of_work)
+    launch = launch_again(load(variant(p), ARCH_OF[p.sm]), of, _numbers(p, x, cut, o, ht))
+    outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
+    return Recipe(device.index, (launch,), outputs, workspace(device.index, cut.bytes(p.HV)))
 
 
 def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, work: Tensor) -> tuple[int, ...]:

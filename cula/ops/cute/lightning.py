@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
-from cula.ops import Plan
+from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
-from cula.ops.host import current_device, current_stream, empty, form_of
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
+from cula.ops.workspace import workspace
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
@@ -147,54 +149,24 @@ def run(
     return o
 
 
-def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Plan | None:
-    """A plan for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
-    have to be copied. It takes those of x and then `out`, and returns o and the final state, or None for tensors at addresses
-    that TMA cannot read."""
+def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Recipe | None:
+    """A recipe for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
+    have to be copied. It takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
     ht = torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=device) if p.output_final_state else None
     if any(as_tokens(t) is not t for t in (*x[:3], o)):
         return None
     cut = _cut_on(p, device)
-    kernels, numbers = _kernels(cut, ht), _numbers(p, x, cut, o, x.initial_state, ht, False)
-    form_of_o, form_of_ht = form_of(o), None if ht is None else form_of(ht)
-    form_of_seeds = ((cut.num_ids * p.HV * p.V * p.K,), (1,), torch.float32) if cut.segment else None
-    index = device.index
-    del o, ht, x, out
-
-    def again(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return again(tensors)
-        q, k, v, decay, h0, cu_seqlens, out = tensors[:7]
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        h0_at = 0 if h0 is None else h0.data_ptr()
-        o = empty(*form_of_o) if out is None else out
-        o_at = o.data_ptr()
-        if (q_at | k_at | v_at | h0_at | o_at) % TMA_BYTES:
-            return None
-        ht = None if form_of_ht is None else empty(*form_of_ht)
-        seeds = None if form_of_seeds is None else empty(*form_of_seeds)
-        for kernel in kernels:
-            kernel(
-                q_at,
-                k_at,
-                v_at,
-                o_at,
-                decay.data_ptr(),
-                h0_at,
-                0 if ht is None else ht.data_ptr(),
-                0 if seeds is None else seeds.data_ptr(),
-                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-                0,
-                0,
-                *numbers,
-                current_stream(index),
-            )
-        return o, ht
-
-    return again
+    of_q, of_k, of_v, of_decay = (*(Address(i, TMA_BYTES) for i in range(3)), Address(3))
+    of_h0, of_cu = Address(4, TMA_BYTES), Address(5)
+    of_o, of_ht, of_seeds, none = Address(~0, TMA_BYTES), Address(~1), Address(~2 if cut.segment else None), Address(None)
+    of = (of_q, of_k, of_v, of_o, of_decay, of_h0, of_ht, of_seeds, of_cu, none, none)
+    numbers = _numbers(p, x, cut, o, x.initial_state, ht, False)
+    launches = tuple(launch_again(kernel, of, numbers) for kernel in _kernels(cut, ht))
+    outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
+    seeds = workspace(device.index, 4 * cut.num_ids * p.HV * p.V * p.K) if cut.segment else None
+    return Recipe(device.index, launches, outputs, seeds)
 
 
 def _kernels(cut: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:

@@ -23,17 +23,14 @@ Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops import Plan
-from cula.ops.host import current_stream, empty, form_of
+from cula.ops.host import form_of
+from cula.ops.native import Address, Recipe
 from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -353,58 +350,21 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Plan | None:
-    """A plan for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+    """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came.
 
-    The plan takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
-    the same, and so the strides that x has.
+    The recipe takes tensors as they come, which do for the kernel where normalising copied nothing: their addresses are
+    the same, and so the strides that x has. It makes o and names the pool.
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
     like_v = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)
     grid, tensors, rest, num_warps = _arguments(problem, x, like_v.view(x.v.shape) if x.out is None else x.out)
-    bits = 0
-    for i, t in enumerate(tensors):
-        if t is not None and decode_kernel.arg_names[i] not in ANY_ADDRESS:
-            bits |= t.data_ptr()
-    if bits % ALIGNMENT:
+    names = decode_kernel.arg_names
+    of = [Address(i if i < 12 else ~0, 1 if names[i] in ANY_ADDRESS else ALIGNMENT) for i in range(len(tensors))]
+    if any(t is not None and t.data_ptr() % a.alignment for a, t in zip(of, tensors)):
         return None
-    launch = Launch(decode_kernel, grid, tensors, rest, num_warps=num_warps)
-    fits, run, before, after, rest, device = launch.fits, launch.run, launch.before, launch.after, launch.rest, launch.device
-    form = form_of(like_v)
-    del like_v, tensors, x, given
-
-    # Addresses one by one: a loop over the tensors and a call of its own for the launch took as long as all of this.
-    def again(call: Sequence[Any]) -> Tensor | None:
-        if not fits():
-            return None
-        q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, accepted, kept, out = call
-        o = empty(*form) if out is None else out
-        q_at, k_at, v_at, pool_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), pool.data_ptr(), o.data_ptr()
-        g_at = 0 if g is None else g.data_ptr()
-        bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
-        kept_at = 0 if kept is None else kept.data_ptr()
-        if (q_at | k_at | v_at | pool_at | g_at | bias_at | kept_at | o_at) % ALIGNMENT:  # all but those of ANY_ADDRESS
-            return None
-        run(
-            *before,
-            current_stream(device),
-            *after,
-            q_at,
-            k_at,
-            v_at,
-            pool_at,
-            0 if indices is None else indices.data_ptr(),
-            g_at,
-            0 if beta is None else beta.data_ptr(),
-            0 if A_log is None else A_log.data_ptr(),
-            bias_at,
-            0 if decay is None else decay.data_ptr(),
-            0 if accepted is None else accepted.data_ptr(),
-            kept_at,
-            o_at,
-            *rest,
-        )
-        return o
-
-    return again
+    launch = Launch(decode_kernel, grid, tensors, rest, of, num_warps=num_warps)
+    fields = x._fields
+    outputs = (form_of(like_v) if x.out is None else fields.index("out"), fields.index("state"))
+    return Recipe(launch.device, (launch.run,), outputs, is_ready=launch.is_ready)

@@ -18,6 +18,7 @@ from cula.dispatch import choose
 from cula.ops.cute import build, decode, loader, variants
 from cula.reference import relative_error
 from tests.support import ptx
+from tests.support.plans import plan_on_cpu, run_plan, stand_in
 
 D, SLOTS = 128, 4
 BF16, F32 = torch.bfloat16, torch.float32
@@ -244,15 +245,14 @@ def test_few_float32_states_take_the_wide_kernel(T):
         assert [decode.variant(call) for call in calls] == [f"decode_{4 if T == 3 else T}_{name}" for name in names]
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
     """The name and arguments of every launch, instead of launches."""
     calls = []
-    monkeypatch.setattr(decode, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    kernel = stand_in(request.param)
+    monkeypatch.setattr(decode, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(decode, "stream_of", lambda device: 0)
-    monkeypatch.setattr(decode, "current_stream", lambda device: 0)
-    monkeypatch.setattr(decode, "current_device", lambda: None)  # as a CPU's index
-    monkeypatch.setattr(decode, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    plan_on_cpu(monkeypatch)
     return calls
 
 
@@ -260,14 +260,15 @@ def launched(monkeypatch):
 def test_again_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     decode.decode(p, x)
-    assert decode.decode_again(p, x, x)(x) is x.out
+    o, state = run_plan(decode.decode_again(p, x, x), x)
+    assert o is x.out and state is x.state
     assert launched[0] == launched[1]
 
 
 def test_again_makes_an_output(launched):
     p, x = make(Case(), "cpu")
     given = x._replace(out=None)
-    o = decode.decode_again(p, given, given)(given)
+    o, _ = run_plan(decode.decode_again(p, given, given), given)
     assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert launched[0][1][10] == o.data_ptr()
 
@@ -298,7 +299,7 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
 def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
     p, x = make(case, "cpu")
     again = decode.decode_again(p, x, x)
-    assert (again(x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
+    assert (run_plan(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
     assert len(launched) == fits
 
 

@@ -7,6 +7,7 @@ the workspace: what a kernel reads before it was written shows.
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ import torch
 from cula import reference
 from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.dispatch import choose
+from cula.ops import native
 from cula.ops.cute import build, first_use, kda, loader
 from cula.reference import relative_error
 from tests.support import ptx
+from tests.support.plans import plan_on_cpu, run_plan, stand_in
 
 D, CHUNK, NUM_SMS = 128, 64, 132
 
@@ -291,15 +294,14 @@ def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeyp
 # Calls that are made again
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
     """The arguments of every launch, instead of launches."""
     calls = []
-    monkeypatch.setattr(kda, "load", lambda name, arch: lambda *arguments: calls.append((name, arguments)))
+    kernel = stand_in(request.param)
+    monkeypatch.setattr(kda, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(kda, "stream_of", lambda device: 0)
-    monkeypatch.setattr(kda, "current_stream", lambda device: 0)
-    monkeypatch.setattr(kda, "current_device", lambda: None)  # as a CPU's index
-    monkeypatch.setattr(kda, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    plan_on_cpu(monkeypatch)
     monkeypatch.setattr(kda, "_cut_on", lambda problem, device: kda.cut(problem, NUM_SMS))
     return calls
 
@@ -310,7 +312,7 @@ def test_again_launches_what_a_call_launches(launched, case):
     out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
     first = kda.kda_fwd(p, x, out)
     again = kda.kda_fwd_again(p, x, out)
-    o, final_state = again((*x, out))
+    o, final_state = run_plan(again, (*x, out))
     assert o is out
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
@@ -319,16 +321,30 @@ def test_again_launches_what_a_call_launches(launched, case):
     assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 
+def test_again_keeps_its_workspace(launched):
+    """A call and the next have the same; one that runs in another thread at the same time has another."""
+    p, x = make(CASES[0], "cpu")
+    tensors = (*x, None)
+    again = native.planned(tensors, kda.kda_fwd_again(p, x))
+    results = [again(tensors) for _ in range(3)]
+    thread = threading.Thread(target=lambda: results.append(again(tensors)))
+    thread.start()
+    thread.join()
+    assert len({o.data_ptr() for o, _ in results}) == 4
+    first, second, third, other = (arguments[11] for _, arguments in launched)
+    assert first == second == third != other
+
+
 def test_again_is_for_tensors_that_need_no_copy(launched):
     p, x = make(Case((100, 100), is_packed=False), "cpu")
     again = kda.kda_fwd_again(p, x)
-    o, final_state = again((*x, None))
+    o, final_state = run_plan(again, (*x, None))
     assert o.shape == x.v.shape and o.is_contiguous() and o.dtype == torch.bfloat16
     assert final_state.shape == x.initial_state.shape and final_state.is_contiguous()
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
-    assert again((*x._replace(q=odd), None)) is None
+    assert run_plan(again, (*x._replace(q=odd), None)) is None
     odd_state = torch.empty(x.initial_state.numel() + 1)[1:].view(x.initial_state.shape)
-    assert again((*x._replace(initial_state=odd_state), None)) is None
+    assert run_plan(again, (*x._replace(initial_state=odd_state), None)) is None
     longer = torch.cat([x.q, x.q], dim=1)
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
     assert kda.kda_fwd_again(p, x._replace(q=longer[:, ::2])) is not None
@@ -349,6 +365,64 @@ def kernels():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(kernels, case):
     check(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_kept_workspaces_on_a_gpu(kernels):
+    """Streams, threads and a graph that take turns: each result is that of the long way, bit for bit."""
+    calls = []
+    p, given = make(Case((200, 200), is_packed=False), "cuda")
+    for factor in (1, 2, 3):
+        x = given._replace(v=factor * given.v)
+        tensors = (*x, None)
+        calls.append((native.planned(tensors, kda.kda_fwd_again(p, x)), tensors, kda.kda_fwd(p, x)))
+
+    def is_right(done, want):
+        return torch.equal(done[0], want.o) and torch.equal(done[1], want.final_state)
+
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
+    torch.cuda.synchronize()
+    done = []
+    for turn in range(30):
+        again, tensors, want = calls[turn % len(calls)]
+        with torch.cuda.stream(streams[turn * 7 % 5 % len(streams)]):
+            done.append((again(tensors), want))
+    torch.cuda.synchronize()
+    assert all(is_right(*pair) for pair in done)
+
+    shared, wrong = torch.cuda.Stream(), []
+
+    def work(again, tensors, want):
+        with torch.cuda.stream(shared):
+            results = [again(tensors) for _ in range(100)]
+        shared.synchronize()
+        wrong.append(sum(not is_right(result, want) for result in results))
+
+    threads = [threading.Thread(target=work, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0, 0, 0]
+
+    (captured, tensors, want), (between, others, _) = calls[:2]
+    with torch.cuda.stream(shared):
+        captured(tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=shared):
+        result = captured(tensors)
+    for _ in range(3):
+        with torch.cuda.stream(shared):
+            between(others)
+        for t in result:
+            t.fill_(float("nan"))
+        torch.cuda.synchronize()
+        between(others)  # on another stream, while the graph runs
+        graph.replay()
+        between(others)
+        torch.cuda.synchronize()
+        assert is_right(result, want)
 
 
 @pytest.mark.gpu

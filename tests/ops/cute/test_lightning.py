@@ -14,6 +14,7 @@ from cula.dispatch import choose
 from cula.ops.cute import build, lightning, loader
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, LightningCall
+from tests.support.plans import plan_on_cpu, run_plan, stand_in
 
 HOPPER = LightningProblem(
     device="cuda",
@@ -204,15 +205,14 @@ def test_a_strided_packed_projection_is_read_as_it_lies(device):
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
     """The name and the arguments of every launch, instead of launches."""
     calls = []
-    monkeypatch.setattr(lightning, "load", lambda name, arch: lambda *arguments: calls.append((name, *arguments)))
+    kernel = stand_in(request.param)
+    monkeypatch.setattr(lightning, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
     monkeypatch.setattr(lightning, "stream_of", lambda device: 0)
-    monkeypatch.setattr(lightning, "current_stream", lambda device: 0)
-    monkeypatch.setattr(lightning, "current_device", lambda: None)  # as a CPU's index
-    monkeypatch.setattr(lightning, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    plan_on_cpu(monkeypatch)
     return calls
 
 
@@ -226,7 +226,7 @@ def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
     _, want_state = lightning.lightning_fwd(problem, x, out)
     first = launched.copy()
     launched.clear()
-    o, state = lightning.lightning_fwd_again(problem, x, out)((*x, out))
+    o, state = run_plan(lightning.lightning_fwd_again(problem, x, out), (*x, out))
     assert o is out and state.shape == want_state.shape and state.is_contiguous()
     fresh = (7, 8)  # the final state and the seeds are new each time
     for before, after in zip(first, launched, strict=True):
@@ -238,10 +238,10 @@ def test_again_is_for_tensors_that_need_no_copy(launched, monkeypatch):
     call = LightningCall(T=100, B=2, dtype=torch.bfloat16, H=2, HV=2, K=128, V=128)
     problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
     again = lightning.lightning_fwd_again(problem, x)
-    o, state = again((*x, None))
+    o, state = run_plan(again, (*x, None))
     assert o.shape == x.v.shape and o.dtype == torch.bfloat16 and state.dtype == torch.float32
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
-    assert again((*x._replace(q=odd), None)) is None
+    assert run_plan(again, (*x._replace(q=odd), None)) is None
     assert lightning.lightning_fwd_again(problem, x._replace(q=torch.cat([x.q, x.q], dim=1)[:, :100])) is None
 
 

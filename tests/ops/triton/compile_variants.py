@@ -16,7 +16,7 @@ import torch
 
 from cula import contract
 from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
-from cula.ops.triton import decode, kda, lightning
+from cula.ops.triton import decode, kda, launch, lightning
 from tests.support.calls import KdaCall, LightningCall
 from tests.support.sass import misplaced_descriptors
 from tests.support.triton_offline import dry_run
@@ -79,7 +79,9 @@ def compile_all(arch: int, part: int) -> list[dict]:
         for r in compiled:
             shown = {n: getattr(r, n) for n in ("name", "registers", "spill_bytes", "shared_bytes", "fits")}
             faults = misplaced_descriptors(r.kernel.asm["cubin"]) if arch == 90 else []
-            reports.append({"call": what, "arch": arch, "faults": faults, **shown})
+            types = tuple(r.kernel.src.signature.values())
+            parameters = launch.num_parameters(r.kernel), len([*launch.parameters(types, types)])
+            reports.append({"call": what, "arch": arch, "faults": faults, "parameters": parameters, **shown})
 
     for name, call in wanted(KDA).items():
         options = KdaOptions(**call.switches(), output_final_state=True)

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from cula.ops.triton import launch
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # Bytes a thread may spill. 16-bit kernels with head dims up to 128 are the ones that serve models; float32 (three products
@@ -30,6 +32,8 @@ def test_kernels_compile_and_fit(arch, part):
     for r in reports:
         assert r["fits"], f"too much shared memory: {r}"
         assert not r["faults"], f"ptxas went wrong: {r}"
+        declared, passed = r["parameters"]
+        assert declared == passed + launch.NUM_SCRATCH, f"a launch passes other parameters than the kernel has: {r}"
         is_main = "fp32" not in r["call"] and "256" not in r["call"]
         bound = MAX_SPILL["16 bit, up to 128" if is_main else "other"]
         assert r["spill_bytes"] <= bound, f"spills more than {bound} B: {r}"

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from cula.contract import DecodeInputs, DecodeOptions, check_decode
+from cula.ops.native import launcher
 from cula.ops.triton import decode
 from cula.ops.triton.launch import ALIGNMENT
+from tests.support.plans import plan_on_cpu, run_plan
 
 N, H, D, STREAM = 3, 2, 32, 77
 
@@ -24,26 +26,22 @@ def given(mode="kda", T=1, packed=False, **more) -> tuple[DecodeInputs, DecodeOp
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What is launched: (arguments of `Launch`, arguments of the launch); and whether launches fit."""
-    made, done, fits = [], [], [True]
+    """What is launched: (arguments of `Launch`, arguments of the launch); and whether launches are ready."""
+    made, done, ready = [], [], [True]
 
     class Launch:
-        device, before, after, rest = 0, ("grid",), ("kernel",), ()
+        device = 0
 
-        def __init__(self, kernel, grid, tensors, rest, **options):
+        def __init__(self, kernel, grid, tensors, rest, of, **options):
             made.append((grid, tensors, rest, options))
-            self.rest = rest
+            self.run = launcher(of, lambda stream, *addresses: done.append((stream, *addresses)), None)
 
-        def fits(self):
-            return fits[0]
-
-        def run(self, *arguments):
-            done.append(arguments)
+        def is_ready(self):
+            return ready[0]
 
     monkeypatch.setattr(decode, "Launch", Launch)
-    monkeypatch.setattr(decode, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(decode, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
-    return made, done, fits
+    plan_on_cpu(monkeypatch, device=0, stream=STREAM)
+    return made, done, ready
 
 
 @pytest.mark.parametrize(
@@ -62,18 +60,19 @@ def launches(monkeypatch):
     ids=["out", "no out", "packed", "lightning", "no indices", "drafts"],
 )
 def test_a_plan_passes_addresses_in_the_kernels_order(launches, call, has_out):
-    made, done, fits = launches
+    made, done, ready = launches
     x, options = call
     x = x._replace(out=torch.empty_like(x.v)) if has_out else x
     problem, rows, _ = check_decode(x, options)
     again = decode.decode_again(problem, rows, x)
-    o = again(x)
+    o, state = run_plan(again, x)
+    assert state is x.state
     assert o is x.out if has_out else o.shape == x.v.shape and o.is_contiguous()
-    (_, tensors, rest, _), (arguments,) = made[0], done
+    (_, tensors, _, _), (arguments,) = made[0], done
     addresses = [0 if t is None else t.data_ptr() for t in (*tensors[:-1], o)]
-    assert arguments == ("grid", STREAM, "kernel", *addresses, *rest)
-    fits[0] = False
-    assert again(x) is None
+    assert arguments == (STREAM, *addresses)
+    ready[0] = False
+    assert run_plan(again, x) is None
     assert len(done) == 1
 
 
@@ -88,4 +87,4 @@ def test_addresses_that_the_kernel_was_not_compiled_for(launches, name):
     moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     assert moved.data_ptr() % ALIGNMENT
     parameter = decode.decode_kernel.arg_names[DecodeInputs._fields.index(name)]
-    assert (again(x._replace(**{name: moved})) is not None) == (parameter in decode.ANY_ADDRESS)
+    assert (run_plan(again, x._replace(**{name: moved})) is not None) == (parameter in decode.ANY_ADDRESS)

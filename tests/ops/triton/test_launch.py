@@ -1,50 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching around Triton's launcher passes on exactly what that would."""
+"""A launch by the driver gets what Triton's launcher would pass to it. `test_compile.py` counts parameters of real kernels."""
 
+import ctypes
 import types
 
 import pytest
 import torch
 
+from cula.ops import native
+from cula.ops.native import Address
+from tests.support.plans import addresses
+
+pytest.importorskip("triton")
+
 from cula.ops.triton import launch
+
+FUNCTION, GRID, STREAM = 4242, 7, 2**40
+# parameters: q, an absent tensor, o, strides (the last is 1, and so a constant), a long stride, scale, a constant, a flag
+TYPES = ("*bf16", "constexpr", "*fp32", ("i32", "i64", "constexpr"), "i64", "fp32", "constexpr", "i1")
+REST = ((-3, 2**40, 1), 2**35, 0.1, "bounded", True)
+PTX = (
+    ".visible .entry decode_kernel(\n"
+    + ",\n".join(f".param .u64 p_{i}" for i in range(9))
+    + "\n)\n.reqntid 64\n{ .param .b32 x; }"
+)
+
+
+def compiled(**metadata):
+    usual = dict(num_warps=2, num_ctas=1, shared=300, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0)
+    return types.SimpleNamespace(
+        name="decode_kernel",
+        function=FUNCTION,
+        metadata=types.SimpleNamespace(**(usual | metadata)),
+        src=types.SimpleNamespace(signature=dict(enumerate(TYPES))),
+        asm={"ptx": PTX},
+    )
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
 
 
 @pytest.fixture
-def launcher():
-    """Triton's own, with a function that records in place of the compiled one."""
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    made = object.__new__(driver.CudaLauncher)
-    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
-    aligns = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
-    made.__dict__.update(num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, **sizes, **aligns)
-    made.calls = []
-    made.launch = lambda *passed: made.calls.append(passed)
-    return made
+def driver(monkeypatch):
+    """What cuLaunchKernelEx is called with."""
+    calls = []
+
+    def called(config, function, parameters, extra):
+        kinds = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int8]
+        at = (ctypes.c_void_p * 9).from_address(parameters)
+        values = [kind.from_address(a).value for kind, a in zip([*kinds, ctypes.c_uint64, ctypes.c_uint64], at)]
+        calls.append((Config.from_buffer_copy(Config.from_address(config)), function, values, extra))
+        return 0
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(called)
+    monkeypatch.setattr(launch, "_driver_function", lambda name: ctypes.cast(function, ctypes.c_void_p).value)
+    calls.append(function)  # alive as long as the list
+    return calls
 
 
-AFTER_STREAM = ("function", "metadata", None, None, None)
-ARGUMENTS = (10, 20, None, (1, 2), 0.5)
+def test_the_driver_gets_the_kernels_parameters(driver):
+    if native._compiled() is None:
+        pytest.skip("native.c cannot be compiled here")
+    q, o = torch.randn(8), torch.randn(8)
+    frame = launch.frame(compiled(), GRID, (q, None, o), REST)
+    run = native.launcher((Address(0), Address(1), Address(~0)), print, frame)
+    assert run(STREAM, addresses((q, None)), o)
+    config, function, values, extra = driver[1]
+    assert values == [q.data_ptr(), o.data_ptr(), -3, 2**40, 2**35, pytest.approx(0.1), 1, 0, 0]
+    assert (function, extra) == (FUNCTION, None)
+    grid, block = (config.gridx, config.gridy, config.gridz), (config.blockx, config.blocky, config.blockz)
+    assert (grid, block, config.shared) == ((GRID, 1, 1), (64, 1, 1), 300)
+    assert (config.stream, config.attributes, config.num_attributes) == (STREAM, None, 0)
 
 
-def test_the_same_is_passed_on(launcher):
-    run, before, after = launch._unwrapped(launcher, (7, 1, 1), AFTER_STREAM, ARGUMENTS)
-    assert run is launcher.launch
-    assert not launcher.calls, "nothing is launched to find out"
-    run(*before, "stream", *after, *ARGUMENTS)
-    launcher(7, 1, 1, "stream", *AFTER_STREAM, *ARGUMENTS)
-    assert launcher.calls[0] == launcher.calls[1]
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_ctas": 2},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+    ],
+    ids=str,
+)
+def test_kernels_that_take_more_keep_tritons_launcher(driver, change):
+    assert launch.frame(compiled(**change), GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
 
 
-def test_a_kernel_that_needs_scratch_memory_keeps_its_launcher(launcher, monkeypatch):
-    launcher.global_scratch_size = 16
-    allocation = pytest.importorskip("triton.runtime._allocation")
-    monkeypatch.setattr(allocation, "_allocator", types.SimpleNamespace(get=lambda: lambda *_: torch.empty(16)))
-    run, before, after = launch._unwrapped(launcher, (7, 1, 1), AFTER_STREAM, ARGUMENTS)
-    assert (run, before, after) == (launcher, (7, 1, 1), AFTER_STREAM)
+def test_a_kernel_with_other_parameters_keeps_tritons_launcher(driver):
+    kernel = compiled()
+    kernel.asm = {"ptx": PTX.replace(".param .u64 p_8", "")}
+    assert launch.frame(kernel, GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
+    kernel = compiled()
+    kernel.src.signature[5] = "bf16"
+    assert launch.frame(kernel, GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
 
 
-def test_an_unknown_launcher_is_called_itself():
-    def run(*_):
-        raise AssertionError("not asked")
+def test_without_the_driver_there_is_tritons_launcher(monkeypatch):
+    def fail(name):
+        raise OSError(f"{name}: cannot open shared object file")
 
-    assert launch._unwrapped(run, (7, 1, 1), AFTER_STREAM, ARGUMENTS) == (run, (7, 1, 1), AFTER_STREAM)
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    assert launch.frame(compiled(), GRID, (torch.randn(8), None, torch.randn(8)), REST) is None

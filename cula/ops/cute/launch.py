@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calling a kernel's host function again, with new addresses and the same numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cula.ops.native import Address, Frame, Launcher, launcher
+
+
+def again(kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float]) -> Launcher:
+    """A function that calls `kernel(*addresses, *numbers, stream)`."""
+
+    def plain(stream: int, *addresses: int) -> None:
+        kernel(*addresses, *numbers, stream)
+
+    return launcher(of, plain, frame(kernel, of, numbers))
+
+
+# From C: TVMFFIFunctionCall(function, arguments, their number, result), arguments and result being of TVMFFIAny:
+# a number for the type, 4 bytes of zeros, and 8 of the value.
+
+WORDS = struct.Struct("4Q")
+INTEGER, FLOAT = struct.Struct("iIq"), struct.Struct("iId")
+IS_INTEGER, IS_FLOAT = 1, 3
+ANY, VALUE = 16, 8  # bytes of one, and where the value is
+
+
+def frame(kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float]) -> Frame | None:
+    """A call that leaves the numbers as they are, where tvm-ffi's own converts 40 of them each time; None for a kernel that is no
+    function of tvm-ffi's."""
+    if not hasattr(kernel, "__chandle__"):
+        return None
+    arguments = (*(a.absent for a in of), *numbers, 0)
+    packed = [FLOAT.pack(IS_FLOAT, 0, x) if isinstance(x, float) else INTEGER.pack(IS_INTEGER, 0, x) for x in arguments]
+    # four words | result | arguments
+    result_at = WORDS.size
+    arguments_at = result_at + ANY
+    value_at = lambda i: arguments_at + ANY * i + VALUE
+    words = WORDS.pack(kernel.__chandle__(), 0, len(arguments), 0)
+    return Frame(
+        _call_function(),
+        words + bytes(ANY) + b"".join(packed),
+        ((8, arguments_at), (24, result_at)),
+        value_at(len(arguments) - 1),
+        tuple((i, value_at(i)) for i in range(len(of))),
+        kernel,
+    )
+
+
+@functools.cache
+def _call_function() -> int:
+    import tvm_ffi
+
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    function = ctypes.cast(library.TVMFFIFunctionCall, ctypes.c_void_p).value
+    assert function is not None
+    return function
