@@ -52,6 +52,8 @@ Three blocks a multiprocessor hide each other's waits; shared memory is what all
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import pipeline
@@ -152,6 +154,14 @@ def prepare_kernel(
         )
 
 
+def load_tiles(loads: Any, t0: Any, bars: Any) -> None:
+    """[64, 128] from token t0 on, of each (TMA atom, tile, tensor, head, number of its barrier)."""
+    for atom, s, g, head, bar in loads:
+        at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
+        s_part, g_part = tma_split(atom, s, at)
+        cute.copy(atom, g_part, s_part, tma_bar_ptr=bars + bar)
+
+
 @cute.jit
 def prepare_chunk(
     tma: cutlass.Constexpr,
@@ -200,10 +210,7 @@ def prepare_chunk(
             if cutlass.const_expr(has_channels):
                 cute.arch.mbarrier_arrive_and_expect_tx(here.bars, cute.size_in_bytes(kind.g_type, lg))
             cute.arch.mbarrier_arrive_and_expect_tx(here.bars + 1, 2 * TILE)
-        for atom, s, g, head, bar in loads:
-            at = cute.local_tile(cute.domain_offset((t0, 0), g[None, None, head]), (64, 128), (0, 0))
-            s_part, g_part = tma_split(atom, s, at)
-            cute.copy(atom, g_part, s_part, tma_bar_ptr=here.bars + bar)
+        load_tiles(loads[:1] if cutlass.const_expr(has_channels) else loads, t0, here.bars)
     # so are beta of our two rows and the gate's constants; nobody waits for them yet
     raw_b = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
@@ -222,9 +229,11 @@ def prepare_chunk(
         if tid < 128:
             here.bias[tid] = slope * mBias[hv, tid]
     until, after = triangles(r, c)
+    if cutlass.const_expr(has_channels):
+        cute.arch.mbarrier_wait(here.bars, 0)
+        if wid == 0:
+            load_tiles(loads[1:], t0, here.bars)
     if left < 64:  # rows past the end belong to someone else
-        if cutlass.const_expr(has_channels):
-            cute.arch.mbarrier_wait(here.bars, 0)
         cute.arch.mbarrier_wait(here.bars + 1, 0)
         row = tid // 4
         if row >= left:
@@ -234,8 +243,6 @@ def prepare_chunk(
                 for p in cutlass.range_constexpr(4):
                     cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 4 * 4 + p)))
     cute.arch.sync_threads()  # the bias is there, too
-    if cutlass.const_expr(has_channels):
-        cute.arch.mbarrier_wait(here.bars, 0)
 
     # -- decays, norms, beta
     L, rest = sum_gates(x, raw_g, slope, lower, until, after)
