@@ -195,7 +195,7 @@ def prepare_chunk(
     here = room(lt, lg, kind)
     x = Chunk(here, kind, mmas, side, block_row, lane, r, c, left)
 
-    # -- q, k and g on their way, on two barriers: g; k and q
+    # -- g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once
     loads = [(tma_k, here.kq[None, None, 0], gK, h, 1), (tma_q, here.kq[None, None, 1], gQ, h, 1)]
     if cutlass.const_expr(has_channels):
         loads = [(tma_g, here.g, gG, hv, 0), *loads]

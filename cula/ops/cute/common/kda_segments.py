@@ -5,7 +5,7 @@ What a segment lacks is the state at its start.
   * Warm: if w <= WARM chunks before it shrink any state below 2^-24 (`kda_prepare`'s bound), it walks those first, from zero,
     without output. So it does, from the initial state, if there are no more than WARM.
   * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from the same walk in map
-    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo).
+    mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo; Hopper reads fp16's hi alone).
 Which it is, every warp finds out for itself from the data. Where all segments are warm nobody makes a map.
 """
 

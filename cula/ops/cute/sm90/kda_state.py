@@ -28,7 +28,7 @@ blocks of lower numbers only, which have begun before it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -36,9 +36,8 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.fragments import shared_at, widen
-from cula.ops.cute.common.kda_prepare_steps import BETA, LOWER_LEFT, UPPER_RIGHT, VEC
-from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
+from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.kda_prepare_steps import LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.common.kda_segments import jobs_of, segment_at
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -46,7 +45,6 @@ from cula.ops.cute.common.tiles import (
     F32,
     I32,
     allocate_tile,
-    issue,
     rounded,
     rows_and_columns,
     seen_as_a,
@@ -55,113 +53,12 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
     tma_split,
 )
+from cula.ops.cute.sm90.kda_rows import keep_in_range, scale_rows, unscale_rows
+from cula.ops.cute.sm90.kda_walk import QUARTER_BYTES, STAGES, Walk, carry_o, feed, walk
 
-STAGES = 2
 OF_B, OF_M, TO_WARM = 0, 1, 2  # walks without output
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-SAFELY_LOW, SAFELY_HIGH = (
-    2.0**-13,
-    2.0**13,
-)  # of sums of squares: a row between them is not far outside `kda_range`'s window, if at all
-TILE_BYTES, QUARTER_BYTES, MAP_BYTES = 64 * 128 * 2, 32 * 32 * 2, 128 * 128 * 2
-
-
-# What fp16 can hold
-
-
-@cute.jit
-def scale_rows(S: cute.Tensor, factor: cute.Tensor):
-    for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
-        S[0, j] = S[0, j] * factor[0]
-        S[1, j] = S[1, j] * factor[1]
-
-
-@cute.jit
-def unscale_rows(S: cute.Tensor, factor: cute.Tensor):
-    """Divide by powers of two, exactly."""
-    back = cute.make_rmem_tensor((2,), F32)
-    for a in cutlass.range_constexpr(2):
-        back[a] = inverse_of(factor[a])
-    scale_rows(S, back)
-
-
-@cute.jit
-def largest(S: cute.Tensor, top: cute.Tensor):
-    """top[row] <- max(top[row], |S[row, :]|), of the columns that this thread holds."""
-    for a in cutlass.range_constexpr(2):
-        for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            top[a] = cute.arch.fmax(top[a], cute.arch.fmax(S[a, j], -S[a, j]))
-
-
-@cute.jit
-def over_row(x: F32):
-    """The largest of the four lanes that hold a row."""
-    for off in (1, 2):
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=off))
-    return x
-
-
-@cute.jit
-def squares(x: cute.Tensor, sums: cute.Tensor, dtype: cutlass.Constexpr):
-    """sums[row] <- the sum of squares of the columns that this thread holds, roughly: in 16 bits, where too much is infinite. A
-    quarter of the work of finding the largest."""
-    pairs, part = cute.recast_tensor(x, I32), cute.make_rmem_tensor((4,), I32)  # of [columns, row]; two sums a row
-    part.fill(0)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
-        if cutlass.const_expr(dtype is F16):
-            part[i % 4] = cute.arch.fma_packed_f16x2(pairs[i], pairs[i], part[i % 4])
-        else:
-            part[i % 4] = cute.arch.fma_packed_bf16x2(pairs[i], pairs[i], part[i % 4])
-    of_column = cute.recast_tensor(part, dtype)  # [column, row, sum]
-    for a in cutlass.range_constexpr(2):
-        first, second = [of_column[2 * a + i].to(F32) + of_column[2 * a + i + 1].to(F32) for i in (0, 4)]
-        sums[a] = first + second
-
-
-@cute.jit
-def is_safely_inside(half: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
-    """Whether no row of the warp needs a closer look: by the squares of S, rounded to fp16, and of what enters, in bf16 and not
-    scaled."""
-    (sums, of_v), is_low = [cute.make_rmem_tensor((2,), F32) for _ in range(2)], cutlass.Boolean(False)
-    squares(half, sums, F16)
-    if cutlass.const_expr(entering is not None):
-        squares(entering, of_v, BF16)
-        for a in cutlass.range_constexpr(2):
-            sums[a] += of_v[a] * factor[a] * factor[a]
-    for a in cutlass.range_constexpr(2):
-        lanes = cute.arch.vote_ballot_sync(sums[a] >= F32(SAFELY_LOW))  # of the four of a row one is enough
-        lanes = lanes | (lanes >> 1)
-        lanes = lanes | (lanes >> 2)
-        is_low = is_low or (lanes & 0x11111111) != 0x11111111
-    is_high = not (sums[0] <= F32(SAFELY_HIGH) and sums[1] <= F32(SAFELY_HIGH))
-    return not (cute.arch.vote_any_sync(is_high) or is_low)
-
-
-@cute.jit
-def scale_into_range(S: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
-    """Scale rows of S that, or whose part of what enters, have left what fp16 holds well (`common/kda_range.py`)."""
-    top, move = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
-    top.fill(0.0)
-    if cutlass.const_expr(entering is not None):
-        wide = cute.make_rmem_tensor_like(entering, F32)
-        widen(entering, wide)
-        largest(rows_and_columns(wide), top)
-        for a in cutlass.range_constexpr(2):
-            top[a] = top[a] * factor[a]
-    largest(S, top)
-    for a in cutlass.range_constexpr(2):
-        top[a] = over_row(top[a])
-        move[a] = move_inside(top[a], factor[a]) if is_outside(top[a], factor[a]) else F32(1.0)
-        factor[a] = factor[a] * move[a]
-    scale_rows(S, move)
-
-
-@cute.jit
-def keep_in_range(accS: cute.Tensor, half: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
-    """S, and it rounded to fp16, such that fp16 holds it well, and so v with which it is to meet."""
-    if not is_safely_inside(half, entering, factor):
-        scale_into_range(rows_and_columns(accS), entering, factor)
-        half.store(accS.load().to(F16))
+MAP_BYTES = 128 * 128 * 2
 
 
 # Segments
@@ -226,9 +123,9 @@ def chain(
 ):
     """accS <- M_{n-1} (... M_0 S + B_0 ...) + B_{n-1}; map i has the number record + i * step.
 
-    S is a pair of 16-bit values, hi + lo, and so is M in bf16 (their product leaves lo lo out); fp16 has the mantissa of tf32,
-    and M's hi is enough. Maps pass through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two
-    places by turns, so that the next comes while one is applied.
+    In bf16 S and M are pairs, hi + lo (their product leaves lo lo out); fp16 has the mantissa of tf32: hi is enough. Maps pass
+    through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two places by turns, so that the
+    next comes while one is applied.
     """
     tma_m, gM, mB = maps
     halves = 1 if cutlass.const_expr(dtype is F16) else 2
@@ -250,17 +147,16 @@ def chain(
                 hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
                 if is_ahead:
                     keep_in_range(accS, hi, None, factor)
-                low.store((accS.load() - hi.load().to(F32)).to(dtype))
-                if is_ahead:
                     accS.store(following.load())
                     scale_rows(rows_and_columns(accS), factor)
                 else:
+                    low.store((accS.load() - hi.load().to(F32)).to(dtype))
                     load_b(mB, record + (i + odd) * step, part, thread, accS)
                 cute.arch.mbarrier_wait(bars + odd, (i // 2) % 2)
                 warpgroup.fence()
                 atom = cute.make_mma_atom(mma_s.op)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
-                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1]))[: 1 + halves]:
+                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1]))[: 2 * halves - 1]:
                     for k in cutlass.range_constexpr(8):
                         cute.gemm(atom, accS, seen_as_a(a)[None, None, k], b[None, None, k], accS)
                 warpgroup.commit_group()
@@ -270,211 +166,6 @@ def chain(
                 both.arrive_and_wait()
                 if i + odd + 2 < n and is_issuer:
                     load_map(tma_m, parts, bars + odd, odd, halves, record + (i + odd + 2) * step)
-
-
-# The walk
-
-
-class Walk(NamedTuple):
-    """What a consumer works with, whatever it walks over."""
-
-    part: Any  # which 64 rows dv
-    thread: Any  # in its warpgroup
-    mmas: Any  # (x, t, s): products that give [dv, 64] of K-major and of MN-major tiles, and [dv, 128]
-    accS: Any  # the state, [64, 128]
-    factor: Any  # of its rows
-    operands: Any  # kb, qg, P, T, kr as B operands, by stages
-    sVec: Any
-    load_v: Any
-    v_s: Any
-    store_o: Any
-    sO: Any  # [64 tokens, 64 dv]
-    full: Any  # barriers, one a stage
-    empty: Any
-
-
-@cute.jit
-def feed(
-    copies: cutlass.Constexpr,
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    count: I32,
-    first_record: I32,
-    HV: I32,
-    from_chunk: I32,
-    to_chunk: I32,
-    is_silent: cutlass.Constexpr,
-):
-    """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Before them there were `count`;
-    returns how many there are now."""
-    (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
-    size = (3 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
-    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-        record, n = first_record + chunk * HV, count + chunk - from_chunk
-        stage = n % STAGES
-        bar = full + stage
-        cute.arch.mbarrier_wait(empty + stage, (n // STAGES + 1) % 2)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
-        cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
-        for quarter in (0, UPPER_RIGHT, 3):
-            cute.copy(tma_t, t_g[None, 4 * record + quarter], t_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
-        cute.copy(tma_tiles, tiles_g[None, 3 * record + 2], kr_s[None, stage], tma_bar_ptr=bar)
-        if cutlass.const_expr(not is_silent):
-            cute.copy(tma_tiles, tiles_g[None, 3 * record + 1], qg_s[None, stage], tma_bar_ptr=bar)
-            for quarter in (0, LOWER_LEFT, 3):
-                cute.copy(tma_p, p_g[None, 4 * record + quarter], p_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
-    return count + to_chunk - from_chunk
-
-
-@cute.jit
-def load_v(w: cutlass.Constexpr, rV: cute.Tensor, stage: I32, left: I32, sees_v: I32):
-    """v^T of a chunk, as an accumulator lies; zeros for M of a map, and past the sequence's end, where it is someone else's."""
-    cute.copy(w.load_v, w.v_s[None, None, None, stage], w.load_v.retile(rV))
-    if left < 64 or sees_v == 0:
-        words, c = cute.recast_tensor(rV, I32), w.thread % 4  # of tokens 8 j + 2 c, + 1, and two rows
-        last = left if sees_v == 1 else I32(0)
-        for j in cutlass.range_constexpr(8):
-            even = I32(0xFFFF) if 8 * j + 2 * c < last else I32(0)
-            odd = I32(-0x10000) if 8 * j + 2 * c + 1 < last else I32(0)
-            for a in cutlass.range_constexpr(2):
-                words[2 * j + a] = words[2 * j + a] & (even | odd)
-
-
-@cute.jit
-def weigh_v(w: cutlass.Constexpr, rV: cute.Tensor, bv: cute.Tensor, stage: I32, dtype: cutlass.Constexpr):
-    """b v^T, in the state's scale."""
-    widen(rV, bv)
-    BV = rows_and_columns(bv)
-    at_x = rows_and_columns(w.mmas[0].get_slice(w.thread).partition_C(cute.make_identity_tensor((64, 64))))
-    for j in cutlass.range_constexpr(cute.size(BV, mode=[1])):
-        beta = w.sVec[0, BETA + at_x[0, j][1], stage]
-        for a in cutlass.range_constexpr(2):
-            if cutlass.const_expr(dtype is F16):
-                BV[a, j] = BV[a, j] * w.factor[a]
-            BV[a, j] = beta * BV[a, j]
-
-
-@cute.jit
-def decay_columns(w: cutlass.Constexpr, S: cute.Tensor, at_s: cutlass.Constexpr, stage: I32, which: cutlass.Constexpr):
-    """S <- e^{G_C} S, half of its columns."""
-    columns = cute.size(S, mode=[1]) // 2
-    for j in cutlass.range_constexpr(which * columns, (which + 1) * columns):
-        decay = w.sVec[0, at_s[0, j][1], stage]
-        for a in cutlass.range_constexpr(2):
-            S[a, j] = S[a, j] * decay
-
-
-def o_barriers(part: Any) -> Any:
-    """Between a consumer and the warp that carries its o away: there is room for it, it is there."""
-    return [pipeline.NamedBarrier(barrier_id=first + part, num_threads=160) for first in (5, 7)]
-
-
-@cute.jit
-def hand_over_o(w: cutlass.Constexpr, accO: cute.Tensor, dtype: cutlass.Constexpr):
-    """o^T to shared memory, as [token, dv], from where `carry_o` takes it."""
-    if cutlass.const_expr(dtype is F16):
-        unscale_rows(rows_and_columns(accO), w.factor)
-    rO = rounded(accO)
-    has_room, is_there = o_barriers(w.part)
-    has_room.arrive_and_wait()
-    cute.copy(w.store_o, w.store_o.retile(rO), w.store_o.partition_D(swapped(w.sO)))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    is_there.arrive()
-
-
-@cute.jit
-def carry_o(tma_o: cute.CopyAtom, o_s: cute.Tensor, o_g: cute.Tensor, part: I32, from_chunk: I32, to_chunk: I32, tokens: I32):
-    """A warp for each consumer: its o to global memory, but not the last tokens of a sequence (`store_last_o`)."""
-    has_room, is_there = o_barriers(part)
-    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-        has_room.arrive()
-        is_there.arrive_and_wait()
-        if tokens - chunk * 64 >= 64:
-            cute.copy(tma_o, o_s, o_g[None, chunk])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.cp_async_bulk_wait_group(0)
-
-
-@cute.jit
-def store_last_o(w: cutlass.Constexpr, o_rows: cute.Tensor, chunk: I32, left: I32):
-    """The rest of a sequence that is less than a chunk: TMA would write on into the next sequence."""
-    if left < 64:
-        pipeline.NamedBarrier(barrier_id=1 + w.part, num_threads=128).arrive_and_wait()  # all warps have handed it over
-        for p in cutlass.range_constexpr(4):
-            row = p * 16 + w.thread // 8
-            if row < left:
-                cute.autovec_copy(
-                    cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
-                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
-                )
-
-
-@cute.jit
-def walk(
-    w: cutlass.Constexpr,
-    count: I32,
-    from_chunk: I32,
-    to_chunk: I32,
-    tokens: I32,
-    sees_v: I32,
-    o_rows: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-):
-    """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
-
-    `o_rows` is o [64 tokens, 64 dv, chunk], or None where there is no output. The half M of a map does not see v. Returns how
-    many chunks have passed, `count` before these.
-
-    What the warps do between products is most of a chunk's time: they are few, and wait for every value. So it is little, and
-    what does not depend on a product is done while one runs.
-    """
-    is_silent, is_f16 = cutlass.const_expr(o_rows is None), cutlass.const_expr(dtype is F16)
-    mma_x, mma_t, mma_s = w.mmas
-    accS, factor = w.accS, w.factor
-    bKb, bQg, bP, bT, bKr = w.operands
-    thr_x, thr_t, thr_s = [mma.get_slice(w.thread) for mma in w.mmas]
-    accX, accO = [thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64))) for _ in range(2)]
-    accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
-    at_s = rows_and_columns(thr_s.partition_C(cute.make_identity_tensor((64, 128))))
-    S = rows_and_columns(accS)
-    half = cute.make_rmem_tensor_like(accS, dtype)
-    for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
-        n = count + chunk - from_chunk
-        stage = n % STAGES
-        cute.arch.mbarrier_wait(w.full + stage, n // STAGES % 2)
-        rV, bv = cute.make_rmem_tensor_like(accX, BF16), cute.make_rmem_tensor_like(accX, F32)
-        load_v(w, rV, stage, tokens - chunk * 64, sees_v)
-        half.store(accS.load().to(dtype))
-        if is_f16:
-            keep_in_range(accS, half, rV, factor)
-        issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
-        weigh_v(w, rV, bv, stage, dtype)
-        decay_columns(w, S, at_s, stage, 0)
-        warpgroup.wait_group(0)
-        rX = cute.make_rmem_tensor_like(accX, dtype)
-        rX.store((bv.load() - accX.load()).to(dtype))
-        issue(mma_t, accU, seen_as_a(rX), bT[None, None, None, stage], False)
-        if cutlass.const_expr(not is_silent):
-            issue(mma_x, accO, seen_as_a(half), bQg[None, None, None, stage], False)
-        decay_columns(w, S, at_s, stage, 1)
-        warpgroup.wait_group(0 if cutlass.const_expr(is_silent) else 1)
-        aU = seen_as_a(rounded(accU, dtype))
-        if cutlass.const_expr(not is_silent):
-            issue(mma_x, accO, aU, bP[None, None, None, stage], True)
-        issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
-        if cutlass.const_expr(not is_silent):
-            warpgroup.wait_group(1)
-            hand_over_o(w, accO, dtype)
-        warpgroup.wait_group(0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(w.empty + stage)
-    if cutlass.const_expr(not is_silent):
-        store_last_o(w, o_rows, to_chunk - 1, tokens - (to_chunk - 1) * 64)
-    return count + to_chunk - from_chunk
 
 
 # The kernel
@@ -655,9 +346,10 @@ def state_kernel(
                         store_b(accS, mB, record, part, thread)
                     else:
                         hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
-                        low.store((accS.load() - hi.load().to(F32)).to(dtype))
                         cute.autovec_copy(hi, ours(mM[2 * record, None, None]))
-                        cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
+                        if cutlass.const_expr(not is_f16):  # see `chain`
+                            low.store((accS.load() - hi.load().to(F32)).to(dtype))
+                            cute.autovec_copy(low, ours(mM[2 * record + 1, None, None]))
                     cute.arch.fence_acq_rel_gpu()
                     both.arrive_and_wait()
                     if warp_id == 4:
