@@ -52,7 +52,7 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     p = problem
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
-    wanted = max(1, min(room, -(-mean // max(1, round(0.75 * math.sqrt(mean))))))
+    wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
     if wanted == 1 and p.is_packed:
         return cut_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
     return cut_into(p, -(-mean // wanted), num_sms)
