@@ -55,25 +55,26 @@ class Case:
         return ",".join(f"{k}={v}" for k, v in given.items() if v != getattr(default, k)).replace("torch.", "")
 
 
-# Between them they take variants that have every type and flag, and every pair of those that go together.
+# Between them they take variants that have every type and flag, and every pair of those that go together. A segment starts cold
+# where more than four chunks come before it.
 CASES = [
     Case((70, 5, 64), HV=2),
     Case((1, 15, 16, 17, 0, 63, 65), shift=-4.0),
     Case((300,), per_segment=2, is_packed=False, H=2, HV=2),
-    Case((300, 130), per_segment=1, shift=-6.0),
-    Case((260,), per_segment=1, num_sms=6, shift=-8.0, are_keys_alike=True),
-    Case((330, 0, 1), per_segment=2, shift=-8.0, has_state=False),
+    Case((350, 130), per_segment=1, shift=-6.0),
+    Case((390,), per_segment=1, num_sms=8, shift=-8.0, are_keys_alike=True),
+    Case((400, 0, 1), per_segment=2, shift=-8.0, has_state=False),
     Case((100, 100), per_segment=1, shift=-8.0, is_packed=False, HV=2, beta=torch.bfloat16),
-    Case((200,), per_segment=1, gate="log", decays="alternating", g=torch.float32),
-    Case((130,), per_segment=1, gate="log", decays="zero", g=torch.float32),
+    Case((330,), per_segment=1, gate="log", decays="alternating", g=torch.float32),
+    Case((330,), per_segment=1, gate="log", decays="zero", g=torch.float32),
     Case((130,), per_segment=1, gate="log", decays="fastest", g=torch.float32),
-    Case((200,), per_segment=2, shift=-8.0, size=1e6),
-    Case((200,), per_segment=2, shift=-8.0, size=1e-7),
+    Case((400,), per_segment=2, shift=-8.0, size=1e6),
+    Case((400,), per_segment=2, shift=-8.0, size=1e-7),
     Case((150, 70), per_segment=1, shift=-6.0, HV=2, has_scalar_gate=True),
     Case((150,), per_segment=1, shift=-2.0, gate="log", g=torch.float32, has_scalar_gate=True, is_packed=False),
     Case((150, 20), per_segment=1, shift=-3.0, gate="log", decays="steep", has_scalar_gate=True),
     Case((150,), per_segment=1, shift=-6.0, gate="log", decays="steep", has_scalar_gate=True, is_normalised=False),
-    Case((200, 40), per_segment=2, shift=-8.0, is_normalised=False, HV=2, g=torch.float32),
+    Case((40, 400), per_segment=2, shift=-8.0, is_normalised=False, g=torch.float32),
     Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
 ]
 
@@ -206,7 +207,7 @@ def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, sm):
 @pytest.mark.parametrize("order", ["early", "first", "last"])
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
     interpreted(order)
-    check(Case((150,), per_segment=1, shift=-8.0), "cpu", sm)
+    check(Case((330,), per_segment=1, shift=-8.0), "cpu", sm)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +217,17 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
         ("late", lambda text: re.sub(r"(wgmma\.mma_async[^;]*, )1;", r"\g<1>0;", text, count=40)),
         ("late", lambda text: text.replace("0fC1C00000", "0f3F800000")),  # -24 -> 1
         ("first", lambda text: text.replace("bar.sync \t0;", "", 4)),
+        ("late", lambda text: text.replace("bar.arrive 4, 288;", "")),
+        ("late", lambda text: text.replace("bar.arrive 4, 288;", "bar.sync 4, 288;")),
     ],
-    ids=["a wait dropped", "an operand's major flipped", "all is forgotten", "barriers dropped"],
+    ids=[
+        "a wait dropped",
+        "an operand's major flipped",
+        "all is forgotten",
+        "barriers dropped",
+        "an arrival dropped",
+        "waits apart",
+    ],
 )
 def test_broken_kernels_are_noticed(interpreted, order, edit):
     interpreted(order, edit)
@@ -226,7 +236,7 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
 
 def is_right(sm: tuple[int, int], per_segment: int = 1) -> bool:
     """Whether a case with a state that lasts comes out right, in cold segments or whole."""
-    case = Case((150,), per_segment=per_segment, shift=-8.0, are_keys_alike=True)
+    case = Case((330,), per_segment=per_segment, shift=-8.0, are_keys_alike=True)
     try:
         of_o, of_state = errors(case, "cpu", sm)
     except ptx.SimulationError:

@@ -53,15 +53,20 @@ class Barriers:
         block = self.block
         number = int(block.value(i.args[0], "U", warp)[0])
         count = int(block.value(i.args[1], "U", warp)[0]) if len(i.args) > 1 else 32 * block.warps
-        barrier = self.named.setdefault(number, [0, 0])  # threads that have come, rounds that are over
+        # threads that have come, rounds that are over, the instruction that threads of this round wait at
+        barrier = self.named.setdefault(number, [0, 0, None])
         barrier[0] += 32
-        rounds = barrier[1]
+        rounds, waits = barrier[1], "arrive" not in i.parts
+        if waits and i.parts[0] == "bar":  # which is short for barrier.aligned
+            if barrier[2] not in (None, id(i)):
+                raise SimulationError(f"{i.text}: other threads wait at another instruction, which `bar` promises they do not")
+            barrier[2] = id(i)
         if barrier[0] == count:
-            barrier[:] = 0, rounds + 1
+            barrier[:] = 0, rounds + 1, None
             block.progress += 1
         elif barrier[0] > count:
             raise SimulationError(f"{i.text}: more threads than the barrier's count")
-        return None if "arrive" in i.parts else Wait(lambda: barrier[1] > rounds)
+        return Wait(lambda: barrier[1] > rounds) if waits else None
 
     def mbarrier(self, i, warp, lanes):
         kind, block, A = i.parts[1], self.block, i.args

@@ -248,7 +248,7 @@ def state_kernel(
                 cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
         cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
-    chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # all warps at work: maps have left the tiles
+    chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # the producer waits for consumers: maps have left the tiles
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
@@ -389,7 +389,7 @@ def state_kernel(
                     HV,
                     i - 1 + has_h0,
                 )
-                chained.arrive_and_wait()
+                chained.arrive()
 
             # -- the chunks, and what is left
             o_rows = cute.local_tile(cute.domain_offset((sBegin[0], 0), mO[None, None, hv]), (64, 64), (None, part))
