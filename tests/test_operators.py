@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.library operators: opcheck, and models that torch.compile takes whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.library import opcheck
 
 import cula
+from cula import operators
+from cula.contract import DecodeInputs, DecodeOptions, check_decode
 from tests.support.calls import KdaCall, LightningCall
 
 KDA_FLAGS = "use_gate_in_kernel use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel output_final_state"
@@ -35,6 +39,16 @@ def test_opcheck_decode(has_out):
     out = torch.zeros(3, 2, 2, 32) if has_out else None
     args = (t["q"], t["k"], t["v"], pool, torch.tensor([4, -1, 0]), t["g"], t["beta"], None, None, None, None, buffer, out)
     opcheck(torch.ops.cula.decode.default, (*args, None, None, "is_kda commit", "auto"))
+
+
+def test_a_decode_plan_is_for_tensors_that_were_not_copied(monkeypatch):
+    t = KdaCall(T=2, B=3).tensors()
+    given = DecodeInputs(t["q"], t["k"], t["v"], torch.randn(3, 2, 32, 32), g=t["g"], beta=t["beta"])
+    problem, x, _ = check_decode(given, DecodeOptions())
+    backend = SimpleNamespace(find=lambda name: lambda *arguments: (name, *arguments))
+    monkeypatch.setattr(operators, "choose", lambda *arguments: SimpleNamespace(backend=backend))
+    assert operators.decode_plan(problem, x, given) == ("decode_again", problem, x, given)
+    assert operators.decode_plan(problem, x._replace(k=x.k.clone()), given) is None
 
 
 def model(q, k, v, g, beta, A_log, dt_bias, decay, h0):

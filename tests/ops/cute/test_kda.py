@@ -158,24 +158,13 @@ def interpreted(monkeypatch):
     if build.missing() is not None:
         pytest.skip(str(build.missing()))
 
-    def use(order="late", edit=None):
-        def load(name, arch):
-            code = ptx.compiled(name, arch)
-            code = code if edit is None else code.edited(ptx=edit)
-            return lambda *arguments: ptx.simulate(code, *arguments[:-1], order=order)  # without the stream
-
-        monkeypatch.setattr(kda, "load", load)
-
     def empty(*shape, **kwargs):
         made = full(*shape, **kwargs)
         return made.fill_(0xFF) if made.dtype == torch.uint8 else made
 
     full = torch.empty
-    monkeypatch.setattr(kda, "stream_of", lambda device: 0)
-    monkeypatch.setattr(kda, "address", lambda t: 0 if t is None else ptx.Pointer(t))
     monkeypatch.setattr(torch, "empty", empty)  # NaN in any of the types that the workspace is read as
-    use()
-    return use
+    return ptx.interpret(monkeypatch, kda)
 
 
 HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)

@@ -2,7 +2,6 @@
 """Lightning prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and every kernel's and cut's numbers."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,9 +126,7 @@ def device(monkeypatch):
         pytest.skip(build.missing())
     from tests.support import ptx
 
-    monkeypatch.setattr(lightning, "load", lambda name, arch: lambda *arguments: ptx.simulate(name, *arguments[:-1]))
-    monkeypatch.setattr(lightning, "address", lambda t: 0 if t is None else ptx.Pointer(t))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    ptx.interpret(monkeypatch, lightning)
     return torch.device("cpu")
 
 

@@ -3,7 +3,7 @@
 
     simulate("kda_fwd", q, k, v, o, order="late")       # torch tensors or numpy arrays; o is written
     simulate(compiled("kda_fwd").edited(ptx=...), ...)  # the same, broken on purpose
-    monkeypatch.setattr(backend_module, "load", load)   # a whole backend on CPU tensors: `load` stands in for the loader's
+    interpret(monkeypatch, backend_module)              # a whole backend on CPU tensors
 
 It is not a timing model, nor a memory model. What it does check: indices, swizzles, descriptors of wgmma, tcgen05 and TMA (as
 the host code really builds them), fragments of ldmatrix, stmatrix and mma, clipping of boxes, phases and counts of mbarriers
@@ -37,7 +37,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tests.support.ptx.block import ORDERS
-from tests.support.ptx.simulate import BLACKWELL_KDA, Compiled, Pointer, compile_all, compiled, load, simulate
+from tests.support.ptx.simulate import BLACKWELL_KDA, Compiled, Pointer, compile_all, compiled, interpret, simulate
 from tests.support.ptx.values import HostError, SimulationError, Unsupported
 
 __all__ = [
@@ -50,6 +50,6 @@ __all__ = [
     "Unsupported",
     "compile_all",
     "compiled",
-    "load",
+    "interpret",
     "simulate",
 ]

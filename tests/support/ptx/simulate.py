@@ -99,9 +99,22 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         own[...] = inside
 
 
-def load(name, arch, modules=None, order="late"):
-    """In place of `cula.ops.cute.loader.load`: the host side of a backend then runs on CPU tensors."""
-    return functools.partial(simulate, compiled(name, arch, modules), order=order)
+def interpret(monkeypatch, module):
+    """Have the host side of a backend, a module of `cula.ops.cute`, launch on the CPU. Returns a function of an order of work and
+    of one that breaks kernels' PTX on purpose."""
+
+    def use(order="late", edit=None):
+        def load(name, arch):
+            code = compiled(name, arch)
+            code = code if edit is None else code.edited(ptx=edit)
+            return lambda *arguments: simulate(code, *arguments[:-1], order=order)  # without the stream
+
+        monkeypatch.setattr(module, "load", load)
+
+    monkeypatch.setattr(module, "stream_of", lambda device: 0)
+    monkeypatch.setattr(module, "address", lambda t: 0 if t is None else Pointer(t))
+    use()
+    return use
 
 
 @functools.lru_cache(maxsize=64)
