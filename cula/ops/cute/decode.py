@@ -16,7 +16,6 @@ from cula.ops.cute.common.decode_flags import (
     G_IS_F32,
     INDEX_IS_I64,
     IS_BOUNDED,
-    IS_KDA,
     IS_SCALAR,
     IS_SOFTPLUS,
     TOKENS,
@@ -31,7 +30,8 @@ from cula.ops.native import Address, Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-TOKEN_BYTES = 8  # q, k, v and o are read and written so many at a time, and bfloat16 gates
+QK_BYTES = 16  # q and k are read so many at a time
+TOKEN_BYTES = 8  # v and o are read and written so many at a time, and bfloat16 gates
 F32_BYTES = 16  # gates in float32, and states of either kind
 # States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
 # instead of two, for which there are multiprocessors. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
@@ -41,9 +41,10 @@ WIDE_STATES = 64
 
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
-    T = next(T for T in TOKENS if T >= problem.T)
-    is_wide = problem.pool_dtype == torch.float32 and problem.N * problem.HV <= WIDE_STATES
-    return f"decode_{T}_{SHORT[problem.pool_dtype]}" + ("_wide" if is_wide else "")
+    p, is_kda, is_f32 = problem, problem.options.is_kda, problem.pool_dtype == torch.float32
+    T = next(T for T in TOKENS if T >= p.T) if is_kda or is_f32 else TOKENS[-1]  # Lightning's in bfloat16 is for all
+    wide = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
+    return f"decode_{T}_{SHORT[p.pool_dtype]}{wide}" + ("" if is_kda else "_lightning")
 
 
 def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
@@ -57,8 +58,8 @@ def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
     x = x._replace(
-        q=_aligned(x.q),
-        k=_aligned(x.k),
+        q=_aligned(x.q, QK_BYTES),
+        k=_aligned(x.k, QK_BYTES),
         v=_aligned(x.v),
         g=None if x.g is None else _aligned(x.g),
         beta=None if x.beta is None else _aligned(x.beta),
@@ -75,29 +76,32 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     are at the same addresses. It makes o and names the pool."""
     p, device = problem, x.q.device
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
-    if not all(t is None or _is_aligned(t) for t in (x.q, x.k, x.v, x.g, x.beta, o)):
+    if not all(_is_aligned(t, QK_BYTES) for t in (x.q, x.k)) or not all(
+        t is None or _is_aligned(t) for t in (x.v, x.g, x.beta, o)
+    ):
         return None
     gate_bytes = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES
     if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
         gate_bytes = 1
-    bytes_of = {"q": TOKEN_BYTES, "k": TOKEN_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
+    bytes_of = {"q": QK_BYTES, "k": QK_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
     of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
     launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
     fields = x._fields
     return Recipe(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
 
 
-def _aligned(t: Tensor) -> Tensor:
+def _aligned(t: Tensor, size: int | None = None) -> Tensor:
     """t, or a copy that is aligned."""
-    return t if _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+    return t if _is_aligned(t, size) else t.clone(memory_format=torch.contiguous_format)
 
 
-def _is_aligned(t: Tensor) -> bool:
-    """Whether four channels can be read or written at a time, and places in a row counted with 32 bits.
+def _is_aligned(t: Tensor, size: int | None = None) -> bool:
+    """Whether so many bytes of channels, four channels if not given, can be read or written at a time, and places in a row
+    counted with 32 bits.
 
     t is [N, T, heads, channels], or [N, T, heads] with one number a head.
     """
-    unit = 4 if t.dim() == 4 else 1
+    unit = 1 if t.dim() == 3 else 4 if size is None else size // t.element_size()
     row, *inside = t.stride()
     if t.dim() == 4 and inside.pop() != 1:
         return False
@@ -113,8 +117,7 @@ def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float,
     if options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if options.allow_neg_eigval else 1.0
     flags = (
-        IS_KDA * options.is_kda
-        | USE_NORM * options.use_qk_l2norm_in_kernel
+        USE_NORM * options.use_qk_l2norm_in_kernel
         | IS_SOFTPLUS * (p.gate == "softplus")
         | IS_BOUNDED * (p.gate == "bounded")
         | G_IS_F32 * _is_f32(x.g)

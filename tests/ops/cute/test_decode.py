@@ -34,7 +34,7 @@ class Case:
     HV: int = 1
     mode: str = "kda"
     gate: str = "bounded"  # "softplus", "log"
-    decay: float = 1.0  # the size of log decays that are given as such
+    decay: float = 1.0  # the size of log decays that are given as such, and of Lightning's
     forgets: bool = False  # some of them are -inf
     has_scalar_gate: bool = False
     has_parameters: bool = True  # of the gate
@@ -62,9 +62,13 @@ CASES = [
     Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, is_wide=True),
     Case(gate="log", norm=False, beta="plain", g=F32, rows=None, is_wide=True),
     Case(mode="lightning", norm=False, pool=BF16),
+    Case(mode="lightning", norm=False, rows=(0, 3, -1), null_is_nonpositive=True),
+    Case(mode="lightning", HV=2, index=torch.int64, is_wide=True),
     Case(rows=(0, 3), null_is_nonpositive=True, beta="negative"),
     Case(has_scalar_gate=True, gate="softplus", HV=2, pool=BF16),
     Case(T=3, mode="lightning", norm=False, rows=(1, -1, 3), HV=2, H=2),
+    Case(T=3, mode="lightning", pool=BF16, rows=(1, -1, 3), HV=2, H=2),
+    Case(T=3, mode="lightning", norm=False, layout="odd", is_wide=True),
     Case(T=3, has_parameters=False, layout="odd", pool=BF16, beta_dtype=F32),
     Case(T=4, HV=2, layout="packed"),
     Case(T=4, gate="log", decay=50.0, norm=False, beta="plain", g=F32, is_wide=True),
@@ -73,11 +77,19 @@ CASES = [
     Case(T=4, pool=BF16, gate="log", forgets=True, g=F32),
     Case(T=4, pool=BF16, gate="softplus", beta="negative"),
     Case(T=4, commit=False, has_scalar_gate=True, gate="log", g=F32),
+    Case(T=4, mode="lightning", norm=False, decay=0.0, layout="packed", HV=2),
+    Case(T=4, mode="lightning", norm=False, decay=1000.0, is_wide=True),
+    Case(T=4, mode="lightning", forgets=True, rows=None),
+    Case(T=4, mode="lightning", norm=False, layout="packed", pool=BF16, HV=2, index=torch.int64),
+    Case(T=5, mode="lightning", norm=False, commit=False),
     Case(T=5, pool=BF16),
     Case(T=7, mode="lightning", norm=True, HV=2, is_wide=True),
     Case(T=8, HV=2, H=2, gate="log", decay=50.0, g=F32),
     Case(T=8, is_wide=True),
     Case(T=8, pool=BF16, layout="packed"),
+    Case(T=8, mode="lightning"),
+    Case(T=8, mode="lightning", norm=False, pool=BF16, decay=1000.0),
+    Case(T=8, mode="lightning", pool=BF16, forgets=True, commit=False, rows=(0, 3), null_is_nonpositive=True),
 ]
 
 
@@ -114,6 +126,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
     g = -case.decay * torch.rand(g.shape, generator=random) if case.gate == "log" else g
     g = g.masked_fill(g < -0.8 * case.decay, -torch.inf) if case.forgets else g
     beta = normal(N, T, HV).sigmoid() if case.beta == "plain" else normal(N, T, HV)
+    decay = torch.full((HV,), torch.inf) if case.forgets else 0.3 * case.decay * torch.rand(HV, generator=random)
     has_A, has_bias = is_kda and case.gate != "log" and case.has_parameters, is_kda and case.gate != "log"
     x = DecodeInputs(
         q,
@@ -125,7 +138,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
         beta=beta.to(case.beta_dtype).to(device) if is_kda else None,
         A_log=(torch.rand(HV, generator=random) - 0.5).to(device) if has_A else None,
         dt_bias=normal(HV, *per_channel).to(device) if has_bias and case.has_parameters else None,
-        decay=None if is_kda else (0.3 * torch.rand(HV, generator=random)).to(device),
+        decay=None if is_kda else decay.to(device),
         out=out,
     )
     options = DecodeOptions(
@@ -143,8 +156,8 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
 
 
 def kernel_of(case: Case, p: DecodeProblem) -> str:
-    """Its name; such small calls would all take the wide one of float32 states."""
-    return decode.variant(p) if case.is_wide else decode.variant(p).removesuffix("_wide")
+    """Its name; such small calls would all take a wide one of float32 states."""
+    return decode.variant(p) if case.is_wide else decode.variant(p).replace("_wide", "")
 
 
 def wanted(p: DecodeProblem, x: DecodeInputs, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,17 +215,20 @@ def test_interpreted(interpreted, case):
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
-@pytest.mark.parametrize("case", [Case(is_wide=True), Case(T=4, pool=BF16), Case(T=8)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(is_wide=True), Case(T=4, pool=BF16), Case(T=8), Case(T=4, mode="lightning", is_wide=True)], ids=str
+)
 def test_order_of_warps_does_not_matter(interpreted, order, case):
     interpreted(order)
     check(case, "cpu")
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_a_missing_barrier_is_noticed(interpreted, order):
+@pytest.mark.parametrize("mode", ["kda", "lightning"])
+def test_a_missing_barrier_is_noticed(interpreted, mode, order):
     interpreted(order, lambda text: text.replace("bar.sync \t0;", ""))
     with pytest.raises((AssertionError, ptx.SimulationError)):
-        check(Case(T=4), "cpu")
+        check(Case(T=4, mode=mode), "cpu")
 
 
 # Variants and launches
@@ -230,7 +246,13 @@ def test_few_float32_states_take_the_wide_kernel(T):
     p = dataclasses.replace(make(Case(T=T), "cpu")[0], HV=32)
     for pool, names in ((F32, ("f32_wide", "f32", "f32")), (BF16, ("bf16", "bf16", "bf16"))):
         calls = [dataclasses.replace(p, N=N, pool_dtype=pool) for N in (1, 8, 64)]
-        assert [decode.variant(call) for call in calls] == [f"decode_{4 if T == 3 else T}_{name}" for name in names]
+        wanted = [f"decode_{4 if T == 3 else T}_{name}" for name in names]
+        assert [decode.variant(call) for call in calls] == wanted
+        options = dataclasses.replace(p.options, is_kda=False)
+        of_lightning = [decode.variant(dataclasses.replace(call, options=options)) for call in calls]
+        assert of_lightning == ["decode_8_bf16_lightning" if pool == BF16 else f"{name}_lightning" for name in wanted], (
+            "in bfloat16 one kernel is for all numbers of tokens"
+        )
 
 
 @pytest.fixture(params=["python", "c"])
@@ -270,7 +292,9 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
     ("case", "name", "by", "fits"),
     [
         (Case(), "q", 1, False),
-        (Case(), "k", 4, True),
+        (Case(), "k", 4, False),
+        (Case(mode="lightning"), "k", 8, True),
+        (Case(mode="lightning"), "decay", 1, True),
         (Case(), "v", 2, False),
         (Case(), "out", 3, False),
         (Case(), "g", 4, True),

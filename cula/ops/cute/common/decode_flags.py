@@ -4,6 +4,6 @@
 TOKENS = (2, 4, 8)  # that kernels are compiled for; a call of another number takes the next
 
 # Bits of `flags`.
-IS_KDA, USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
-    1 << i for i in range(10)
+USE_NORM, IS_SOFTPLUS, IS_BOUNDED, G_IS_F32, BETA_IS_F32, INDEX_IS_I64, ZERO_IS_NULL, COMMIT, IS_SCALAR = (
+    1 << i for i in range(9)
 )

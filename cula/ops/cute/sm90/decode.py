@@ -9,8 +9,8 @@ strengths b and the scale inside q:
     u_t = b_t (v_t - R_t - sum_{i < t} A[t, i] u_i)     o_t = Q_t + sum_{i <= t} P[t, i] u_i
     S_T = e^{G_T} S0 + sum_i u_i (k_i e^{G_T - G_i})
 
-Lightning is the same with u = v, and runs as such: R and A are multiplied by zero. Decays are products of factors e^g in [0, 1],
-so any gate will do.
+Decays are products of factors e^g in [0, 1], so any gate will do. Lightning has u = v and one decay a head, so neither R nor A
+nor a recurrence; its kernels share this file's frame, and `decode_lightning.py` has the rest of them. What follows is KDA's.
 
 A block has four warps. Its part of the state is on its way to registers while the block prepares what has no state in it, with
 one barrier in the end (`decode_tokens.py`). Keys and queries are raw there: their norms, b and the scale are factors of what has
@@ -29,7 +29,6 @@ Times, and what was tried: `docs/decode.md`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,11 +39,12 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.decode_flags import INDEX_IS_I64, TOKENS, ZERO_IS_NULL
-from cula.ops.cute.common.tiles import BF16, F32, I32
+from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.sm90 import decode_lightning, decode_tokens
 from cula.ops.cute.sm90.decode_common import WARPS, D, number_at, select
+from cula.ops.cute.sm90.decode_lightning import LightningFma, LightningMma
 from cula.ops.cute.sm90.decode_rows_fma import RowsFma
 from cula.ops.cute.sm90.decode_rows_mma import RowsMma
-from cula.ops.cute.sm90.decode_tokens import load_strength, load_tokens, prepare, strength
 from cula.ops.cute.variants import Variant
 
 BLOCKS = 4  # on a multiprocessor at least, and so 128 registers: 8 rows of 32 heads, 512 blocks, are there at once
@@ -62,50 +62,41 @@ def decode_kernel(
     rows: cutlass.Constexpr,
 ):
     """A block for each (rows of a state, value head, row of the call). `per_group` is 2^30 H / HV, rounded up."""
-    q, _, v, pool, indices, _, beta, _, _, o = addresses
-    _, _, v_row, o_row, _, beta_row, slot_stride, index_stride = row_strides
-    (v_token, v_head), (o_token, o_head) = strides[2:4]
-    scale, lower, beta_top = factors
+    q, _, _, pool, indices, _, _, _, _, o = addresses
+    _, _, _, o_row, _, _, slot_stride, index_stride = row_strides
+    o_token, o_head = strides[3]
     block, hv, n = cute.arch.block_idx()
     tid, _, _ = cute.arch.thread_idx()
     wid, lane = tid // 32, tid % 32
-    T = rows.T
+    of_tokens = decode_tokens if rows.is_kda else decode_lightning
     warp_row = (block * WARPS + wid) * rows.warp_rows
-    row = warp_row + rows.first_row(lane)
 
     # The slot first, then all that does not depend on it.
     size = select((flags & INDEX_IS_I64) != 0, I32(8), I32(4))
     at = indices + Int64(n) * index_stride * size
     slot, sign = number_at(I32, at, 0), number_at(I32, at + (size - 4), 0)  # the upper half, or again the slot
-    token = rows.token_of_v(lane)
-    is_there = token < T and token < tokens
-    token = select(is_there, token, I32(0))
-    values = rows.load_values(v + (Int64(n) * v_row + token * v_token + hv * v_head + row) * 2)
-    of_b = load_strength(beta, beta_row, strides[5], flags, n, hv, token)
     h = I32((Int64(hv) * per_group) >> 30)
-    raw = load_tokens(addresses, row_strides, strides, tokens, flags, T, (n, hv, h, tid))
+    raw = of_tokens.load_tokens(rows, addresses, row_strides, strides, tokens, flags, (n, hv, h, warp_row, wid, lane))
     zero_is_null = (flags & ZERO_IS_NULL) != 0
     is_null = indices != q and (sign < 0 or (zero_is_null and slot == 0))
-    to = o + (Int64(n) * o_row + hv * o_head + row) * 2
+    to = o + (Int64(n) * o_row + hv * o_head + warp_row + rows.first_row(lane)) * 2
     # A branch would take an object whose method it calls for something that it changes.
-    write_zeros, load_state, decode_rows = rows.write_zeros, rows.load_state, rows.decode_rows
+    write_zeros, load_state, prepare, decode_rows = rows.write_zeros, rows.load_state, of_tokens.prepare, rows.decode_rows
     if is_null:
         write_zeros(to, o_token, tokens, lane)
     else:
         slot = select(indices != q, slot, n)
         state = pool + (Int64(slot) * slot_stride + (hv * D + warp_row) * D) * (rows.dtype.width // 8)
         stored = load_state(state, lane)  # on its way while the block prepares what has no state in it
-        tables = allocate(T)
-        b = strength(of_b, beta_top, flags, is_there)
-        prepare(rows, addresses, raw, lower, tokens, flags, wid, lane, tables)
-        decode_rows(stored, state, values, b, scale, tables, tokens, flags, lane, to, o_token)
+        tables = allocate(rows.tables)
+        ready = prepare(rows, addresses, raw, factors, tokens, flags, wid, lane, tables)
+        decode_rows(stored, state, ready, tables, tokens, flags, lane, to, o_token)
 
 
-def allocate(T: int) -> Any:
-    """The tables in shared memory, in the order of the header."""
+def allocate(sizes: tuple[int, ...]) -> Any:
+    """Tables in shared memory, 4-byte numbers."""
     smem = SmemAllocator()
-    table = lambda *shape: smem.allocate_tensor(F32, cute.make_layout(math.prod(shape)), byte_alignment=16)
-    return table(2 * T, D), table(T + 1, D), table(2 * T, T, WARPS)
+    return tuple(smem.allocate_tensor(F32, cute.make_layout(size), byte_alignment=16) for size in sizes)
 
 
 # The launch
@@ -189,10 +180,19 @@ def decode_host(
 
 
 def variants() -> Iterator[Variant]:
-    """`decode_<tokens>_<states>`, and with 16 lanes a row `decode_<tokens>_f32_wide`."""
+    """`decode_<tokens>_<states>`, with 16 lanes a row `decode_<tokens>_f32_wide`, and of Lightning the same with `_lightning`,
+    where one kernel with states in bfloat16 is for all numbers of tokens."""
     for T in TOKENS:
-        for name, rows in (("f32", RowsFma(T, lanes=8)), ("f32_wide", RowsFma(T, lanes=16)), ("bf16", RowsMma(T))):
-            strides = (*(Int64(8) for _ in range(8)), *(I32(8) for _ in range(16)))
-            numbers = (F32(1.0), F32(-5.0), F32(1.0), *(I32(1) for _ in range(5)))
-            arguments = (*(Int64(0) for _ in range(11)), *strides, *numbers, make_fake_stream(), rows)
-            yield Variant(f"decode_{T}_{name}", decode_host, arguments, uses=("mma",) if rows.dtype is BF16 else ())
+        yield _variant(f"decode_{T}_bf16", RowsMma(T))
+        for name, lanes in (("f32", 8), ("f32_wide", 16)):
+            yield _variant(f"decode_{T}_{name}", RowsFma(T, lanes))
+            yield _variant(f"decode_{T}_{name}_lightning", LightningFma(T, lanes))
+    yield _variant("decode_8_bf16_lightning", LightningMma(8))
+
+
+def _variant(name: str, rows: Any) -> Variant:
+    strides = (*(Int64(8) for _ in range(8)), *(I32(8) for _ in range(16)))
+    numbers = (F32(1.0), F32(-5.0), F32(1.0), *(I32(1) for _ in range(5)))
+    arguments = (*(Int64(0) for _ in range(11)), *strides, *numbers, make_fake_stream(), rows)
+    uses = () if rows.is_kda and rows.dtype is F32 else ("mma",)
+    return Variant(name, decode_host, arguments, uses=uses)

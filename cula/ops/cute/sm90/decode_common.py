@@ -45,6 +45,11 @@ def select(condition: Any, x: Any, y: Any) -> Any:
     return type(x)(cutlass.select_(condition, x, y))
 
 
+def always_there(t: int, T: int) -> bool:
+    """Whether every call of the kernel for T tokens has token t: those of T / 2 tokens or fewer have a kernel of their own."""
+    return t <= T // 2
+
+
 # What is loaded stays as it is until all loads are on their way: to widen a number is to wait for it.
 
 

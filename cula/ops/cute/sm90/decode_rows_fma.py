@@ -25,7 +25,7 @@ from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import WARPS, D, read_four, vector_at, widened
 from cula.ops.cute.sm90.decode_tokens import mixing
 
 ROWS = 4  # of a lane
@@ -41,6 +41,12 @@ class RowsFma:
     lanes: int  # of a row
 
     dtype = F32  # of the states
+    is_kda = True
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Numbers of `vectors`, `writes` and `mix`."""
+        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS
 
     @property
     def warp_rows(self) -> int:
@@ -73,6 +79,10 @@ class RowsFma:
         """T or more where a lane wants no v."""
         return lane % LINE
 
+    def token_of_output(self, lane: Any) -> Any:
+        """None that is there where a lane has no role Q."""
+        return lane % LINE - (self.T if self.T <= 4 else 0)
+
     @cute.jit
     def load_values(self, v: Int64):
         """v of the lane's rows, which begin at that address."""
@@ -88,7 +98,7 @@ class RowsFma:
     @cute.jit
     def write_output(self, x: cute.Tensor, to: Int64, o_token: I32, tokens: I32, lane: I32):
         """o of the lane's rows, if it has role Q. `to` is the address of the rows of token 0."""
-        token = lane % LINE - (self.T if cutlass.const_expr(self.T <= 4) else 0)
+        token = self.token_of_output(lane)
         if token >= 0 and token < tokens:
             out = cute.make_rmem_tensor((self.kept,), BF16)
             for r in cutlass.range_constexpr(self.kept):
@@ -139,9 +149,7 @@ class RowsFma:
         self,
         stored: cute.Tensor,
         state: Int64,
-        values: cute.Tensor,
-        b: F32,
-        scale: F32,
+        ready: cutlass.Constexpr,
         tables: cutlass.Constexpr,
         tokens: I32,
         flags: I32,
@@ -150,10 +158,11 @@ class RowsFma:
         o_token: I32,
     ):
         """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+        values, b, scale = ready
         vectors, writes, mix = tables
         T, kept, roles, parts = self.T, self.kept, self.roles, 2 * self.T // self.roles
         role, at = lane % roles, lane % self.lanes * 4
-        factors = [mixing(mix, role + part * roles, F32(0.0) if part else b, scale, T, flags) for part in range(parts)]
+        factors = [mixing(mix, role, b, scale, T, flags)]  # while the state is on its way; a second role's have no registers yet
 
         # R and Q: 2T sums, 8 at a time
         x = cute.make_rmem_tensor((kept, parts), F32)
@@ -167,6 +176,8 @@ class RowsFma:
                         for e in cutlass.range_constexpr(4):
                             sums[r, j] += stored[4 * c + e, r] * four[e]
             self.sum_over_lanes(sums)
+            if cutlass.const_expr(part > 0):
+                factors.append(mixing(mix, role + part * roles, F32(0.0), scale, T, flags))
             for r in cutlass.range_constexpr(kept):
                 x[r, part] = sums[r, 0] * factors[part][0]
 

@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import warp
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import WARPS, D, read_four, vector_at, widened
 from cula.ops.cute.sm90.decode_tokens import mixing
 
 LANES = 4  # of a row
@@ -55,7 +55,13 @@ class RowsMma:
     T: int
 
     dtype = BF16  # of the states
+    is_kda = True
     warp_rows = 16
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Numbers of `vectors`, `writes` and `mix`."""
+        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS
 
     @property
     def groups(self) -> int:
@@ -121,9 +127,7 @@ class RowsMma:
         self,
         stored: cute.Tensor,
         state: Int64,
-        values: cute.Tensor,
-        b: F32,
-        scale: F32,
+        ready: cutlass.Constexpr,
         tables: cutlass.Constexpr,
         tokens: I32,
         flags: I32,
@@ -132,6 +136,7 @@ class RowsMma:
         o_token: I32,
     ):
         """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+        values, b, scale = ready
         vectors, writes, mix = tables
         T, groups = self.T, self.groups
         g, c = lane // LANES, lane % LANES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, what has no state in it: gates, decays, norms, and what the tokens of a row are to each other.
+"""Decode, what has no state in it, for KDA: gates, decays, norms, and what the tokens of a row are to each other.
 
 A block's four warps have 32 channels each, a lane one channel of all tokens. So decays multiply up within a lane, and the vectors
 go to shared memory without a wait for any other lane: k e^G, q e^G and k e^{G_T - G} of raw k and q. Decays from token to token
@@ -11,15 +11,15 @@ warp; who needs a sum adds the four. Norms are factors of R, Q, A and P (`mixing
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_KDA, IS_SCALAR, IS_SOFTPLUS, USE_NORM
+from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_SCALAR, IS_SOFTPLUS, USE_NORM
 from cula.ops.cute.common.tiles import F32, I32, LOG2E
-from cula.ops.cute.sm90.decode_common import WARPS, D, load_halves, number_at, number_of, read_four, select
+from cula.ops.cute.sm90.decode_common import WARPS, D, always_there, load_halves, number_at, number_of, read_four, select
 
 # Activation
 
@@ -34,25 +34,23 @@ def decays(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flag
     T = len(of_g)
     A, bias = of_gate
     x = cute.make_rmem_tensor((T,), F32)
-    x.fill(A * F32(-LOG2E))  # Lightning's
-    if (flags & IS_KDA) != 0:
-        slope = cute.math.exp2(A * F32(LOG2E), fastmath=True)
+    slope = cute.math.exp2(A * F32(LOG2E), fastmath=True)
+    for t in cutlass.range_constexpr(T):
+        x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
+    if (flags & IS_BOUNDED) != 0:
         for t in cutlass.range_constexpr(T):
-            x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
-        if (flags & IS_BOUNDED) != 0:
+            x[t] = cute.math.exp2(x[t] * (slope * F32(-LOG2E)), fastmath=True)
+        for t in cutlass.range_constexpr(T):
+            x[t] = (lower * F32(LOG2E)) * cute.arch.rcp_approx(F32(1.0) + x[t])
+    else:
+        if (flags & IS_SOFTPLUS) != 0:
             for t in cutlass.range_constexpr(T):
-                x[t] = cute.math.exp2(x[t] * (slope * F32(-LOG2E)), fastmath=True)
-            for t in cutlass.range_constexpr(T):
-                x[t] = (lower * F32(LOG2E)) * cute.arch.rcp_approx(F32(1.0) + x[t])
+                size = cute.arch.fmax(x[t], -x[t])
+                tail = cute.math.log2(F32(1.0) + cute.math.exp2(size * F32(-LOG2E), fastmath=True), fastmath=True)
+                x[t] = -slope * (cute.arch.fmax(x[t], F32(0.0)) * F32(LOG2E) + tail)
         else:
-            if (flags & IS_SOFTPLUS) != 0:
-                for t in cutlass.range_constexpr(T):
-                    size = cute.arch.fmax(x[t], -x[t])
-                    tail = cute.math.log2(F32(1.0) + cute.math.exp2(size * F32(-LOG2E), fastmath=True), fastmath=True)
-                    x[t] = -slope * (cute.arch.fmax(x[t], F32(0.0)) * F32(LOG2E) + tail)
-            else:
-                for t in cutlass.range_constexpr(T):
-                    x[t] = x[t] * F32(LOG2E)
+            for t in cutlass.range_constexpr(T):
+                x[t] = x[t] * F32(LOG2E)
     for t in cutlass.range_constexpr(T):
         x[t] = cute.math.exp2(x[t], fastmath=True)
     return x
@@ -62,18 +60,29 @@ def decays(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flag
 # from elsewhere, and not used.
 
 
-def always_there(t: int, T: int) -> bool:
-    """Whether every call of the kernel for T tokens has token t: those of T / 2 tokens or fewer have a kernel of their own."""
-    return t <= T // 2
+class Tokens(NamedTuple):
+    """As they come; tokens that are not there come as the last."""
+
+    values: Any  # v of the lane's token, as the rows want it
+    b: Any
+    is_there: Any
+    k: Any  # of all tokens at a channel, as q and g
+    q: Any
+    g: Any
+    gate: Any  # its two parameters
 
 
-def load_tokens(addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, T: int, place: tuple) -> Any:
-    """k, q and g of all tokens at a channel, and the gate's two parameters there. As they come; tokens that are not there come as
-    the last."""
-    n, hv, h, channel = place
-    q, k, _, _, _, g, _, A, dt_bias, _ = addresses
-    q_row, k_row, _, _, g_row, _, _, _ = row_strides
-    (q_token, q_head), (k_token, k_head), _, _, (g_token, g_head), _, A_head, bias = strides
+def load_tokens(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Tokens:
+    n, hv, h, warp_row, wid, lane = place
+    T, channel = rows.T, wid * 32 + lane
+    q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
+    q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
+    (q_token, q_head), (k_token, k_head), (v_token, v_head), _, (g_token, g_head), of_beta, A_head, bias = strides
+    token = rows.token_of_v(lane)
+    is_there = token < tokens
+    token = select(is_there, token, I32(0))
+    values = rows.load_values(v + (Int64(n) * v_row + token * v_token + hv * v_head + warp_row + rows.first_row(lane)) * 2)
+    of_b = load_strength(beta, beta_row, of_beta, flags, n, hv, token)
     at = [I32(t) if always_there(t, T) else select(tokens > t, I32(t), tokens - 1) for t in range(T)]
     of_k, of_q = [
         [number_at(cutlass.Uint16, first, t * token) for t in at]
@@ -85,11 +94,11 @@ def load_tokens(addresses: Any, row_strides: Any, strides: Any, tokens: Any, fla
     of_channel = select((flags & IS_SCALAR) != 0, I32(0), channel)
     of_g = load_halves(g, Int64(n) * g_row + hv * g_head + of_channel, [t * g_token for t in at], (flags & G_IS_F32) != 0)
     of_gate = number_at(F32, A, hv * A_head), number_at(F32, dt_bias, hv * bias[0] + channel * bias[1])
-    return of_k, of_q, of_g, of_gate
+    return Tokens(values, of_b, is_there, of_k, of_q, of_g, of_gate)
 
 
 def gate_parameters(addresses: Any, of_gate: Any) -> Any:
-    """A_log, or minus the log decay of Lightning, and the bias; 0 where not given."""
+    """A_log and the bias; 0 where not given."""
     q, A, bias = addresses[0], addresses[7], addresses[8]
     return select(q != A, of_gate[0], F32(0.0)), select(q != bias, of_gate[1], F32(0.0))
 
@@ -104,7 +113,6 @@ def strength(of_b: Any, beta_top: Any, flags: Any, is_there: Any) -> Any:
     """b of a token; 0 of one that is not there."""
     b = number_of(of_b, (flags & BETA_IS_F32) != 0)
     b = select(beta_top > F32(0.0), beta_top * sigmoid(b), b)
-    b = select((flags & IS_KDA) != 0, b, F32(1.0))
     return select(is_there, b, F32(0.0))
 
 
@@ -153,13 +161,16 @@ def _halved(x: Any, y: Any, is_upper: Any, step: int) -> Any:
     return kept + cute.arch.shuffle_sync_bfly(sent, offset=step)
 
 
-def prepare(rows: Any, addresses: Any, raw: Any, lower: Any, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any) -> None:
-    """Fill the tables, vectors as `rows` wants them; ends with the block's one barrier."""
+def prepare(
+    rows: Any, addresses: Any, raw: Tokens, factors: tuple, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any
+) -> tuple:
+    """Fill the tables, vectors as `rows` wants them; ends with the block's one barrier. Returns v, b and the scale."""
     T, channel, (_, writes, mix) = rows.T, wid * 32 + lane, tables
-    of_k, of_q, of_g, of_gate = raw
-    decay = decays(of_g, gate_parameters(addresses, of_gate), lower, flags)
+    scale, lower, beta_top = factors
+    b = strength(raw.b, beta_top, flags, raw.is_there)
+    decay = decays(raw.g, gate_parameters(addresses, raw.gate), lower, flags)
     decay = [decay[t] if always_there(t, T) else select(tokens > t, decay[t], F32(1.0)) for t in range(T)]
-    k, q = [[number_of((x, x), False) for x in words] for words in (of_k, of_q)]
+    k, q = [[number_of((x, x), False) for x in words] for words in (raw.k, raw.q)]
     since_start, keys, of_keys, of_queries = None, [], [], []  # e^{G_t}; k_i e^{G_t - G_i}; what is to be summed
     for t in range(T):
         since_start = decay[t] if t == 0 else since_start * decay[t]
@@ -177,6 +188,7 @@ def prepare(rows: Any, addresses: Any, raw: Any, lower: Any, tokens: Any, flags:
         rows.put_write(tables, i, channel, keys[i])
     writes[T * D + channel] = since_start
     cute.arch.sync_threads()
+    return raw.values, b, scale
 
 
 # For what meets the state
@@ -189,7 +201,7 @@ def mixing(mix: Any, role: Any, b: Any, scale: Any, T: int, flags: Any) -> tuple
     square = sum_of_warps(mix, number_of_square(role, T)) + F32(1e-6)
     norm = select((flags & USE_NORM) != 0, cute.math.rsqrt(square, fastmath=True), F32(1.0))
     of_v = b * norm
-    of_x = select(is_q, scale * norm, select((flags & IS_KDA) != 0, -of_v * norm, F32(0.0)))
+    of_x = norm * select(is_q, scale, -of_v)
     until = select(is_q, role - T + 1, role)  # the tokens before, a query's own among them
     of_u = [select(until > i, of_x * sum_of_warps(mix, role * T + i), F32(0.0)) for i in range(T)]
     return of_x, of_v, of_u
