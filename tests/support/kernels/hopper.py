@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sm_90a: a plain kernel, a TMA pipeline in and out, wgmma from shared memory and from registers, mma.sync with its copies."""
+"""sm_90a: a plain kernel, a TMA pipeline in and out, wgmma from shared memory and from registers, mma.sync with its copies,
+blocks of a cluster that exchange tiles."""
 
 from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_mma
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
@@ -292,6 +294,59 @@ def warp_product_host(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream)
     )
 
 
+@cute.kernel
+def exchange_kernel(load: cute.CopyAtom, gX: cute.Tensor, gY: cute.Tensor, layout: cute.ComposedLayout):
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    partner = cute.arch.block_idx_in_cluster() ^ 1
+    smem = SmemAllocator()
+    sX, sP = allocate_tile(smem, layout), allocate_tile(smem, layout)
+    bars = smem.allocate_array(cutlass.Int64, 3)
+    loaded, came, free = bars, bars + 1, bars + 2
+    init_barriers(bars, warp, 3)
+    cute.arch.cluster_arrive_relaxed()  # init_barriers has fenced
+    cute.arch.cluster_wait()
+    sXp, gXp = tma_split(load, sX, gX[None, None, None, block])
+    bytes = cute.size_in_bytes(BF16, layout)
+    push = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), BF16)
+    rounds = cute.size(gX, mode=[2])
+    for i in cutlass.range(rounds, unroll=1):
+        if warp == 0:
+            if i > 0:  # the partner has read what was pushed: its buffer is free, and so is what it was pushed from
+                cute.arch.mbarrier_wait(free, (i - 1) % 2)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(loaded, bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(came, bytes)
+            cute.copy(load, gXp[None, i], sXp, tma_bar_ptr=loaded)
+            cute.arch.mbarrier_wait(loaded, i % 2)
+            with cute.arch.elect_one():
+                flat = cute.make_layout(cute.cosize(layout.outer))
+                source, to = (cute.make_tensor(cute.recast_ptr(s.iterator, dtype=BF16), flat) for s in (sX, sP))
+                # The copy maps where the tile goes, and not the barrier, whose address it takes for one of shared memory.
+                there = cute.make_ptr(cutlass.Int64, cute.arch.map_dsmem_ptr(came, partner).toint(), cute.AddressSpace.smem)
+                cute.copy(push, source, to, mbar_ptr=there, cta_rank=partner)
+        cute.arch.mbarrier_wait(loaded, i % 2)
+        cute.arch.mbarrier_wait(came, i % 2)
+        for r in cutlass.range(64, unroll=8):  # a thread takes a column
+            gY[r, tid, i, block] = sX[r, tid].to(F32) + sP[r, tid].to(F32)
+        cute.arch.sync_threads()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(free, peer_cta_rank_in_cluster=partner, scope=nvvm.MemScopeKind.CLUSTER)
+    cute.arch.cluster_arrive()  # nobody leaves while the partner may still arrive on its barrier
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def exchange_host(mX: cute.Tensor, mY: cute.Tensor, stream):
+    """y [B, rounds, 64, 128] = x [b] + x [b ^ 1]: clusters of two blocks, which push their tiles to each other."""
+    vX, vY = [reordered(t, 2, 3, 1, 0) for t in (mX, mY)]
+    layout = tile_layout(64, 128)
+    load, gX = tma_load(vX, layout, (64, 128))
+    exchange_kernel(load, gX, vY, layout).launch(grid=(mX.shape[0], 1, 1), block=(128, 1, 1), cluster=(2, 1, 1), stream=stream)
+
+
 PRODUCTS = {  # form: shapes of a, b, c
     "nt": ((64, 128), (128, 128), (64, 128)),
     "nn": ((64, 128), (128, 128), (64, 128)),
@@ -315,5 +370,8 @@ def variants() -> Iterator[Variant]:
         args = (*(fake(dtype, B, 64, 64) for _ in range(3)), make_fake_stream())
         uses = ("mma", "tma_load", "tma_store", "ldmatrix", "stmatrix")
         yield Variant(f"warp_product{suffix}", warp_product_host, args, uses=uses)
+    rounds = size()
+    args = (fake(BF16, B, rounds, 64, 128), fake(F32, B, rounds, 64, 128), make_fake_stream())
+    yield Variant("exchange", exchange_host, args, uses=("tma_load",))
     args = (tokens(), tokens(), tokens(), tokens(F32), make_fake_stream())
     yield Variant("chain", chain_host, args, uses=("wgmma", "tma_load"))

@@ -11,7 +11,7 @@ the host code really builds them), fragments of ldmatrix, stmatrix and mma, clip
 between arrays, beyond the launch's shared memory or misaligned is an error.
 
 A correct kernel gives the same result in every order of `ORDERS`; between them these expose most missing waits. Not seen:
-proxy and tcgen05 fences, bank conflicts, registers, clusters, and races that no order happens to expose. Sums of products are
+proxy and tcgen05 fences, bank conflicts, registers, and races that no order happens to expose. Sums of products are
 exact and then rounded to fp32: once a chain for wgmma, once an instruction for tcgen05.
 
 It is fast because straight-line PTX is translated once into Python functions of numpy calls, and all warps that stand at the
@@ -24,7 +24,8 @@ same place go through them together. Instructions that no kernel has used yet ra
 | `instruction.py`, `program.py`      | PTX parsed                                                                    |
 | `translate.py`                      | instructions turned into Python                                               |
 | `operations.py`, `registers.py`     | what that Python calls and sees                                               |
-| `block.py`, `launch.py`             | the scheduler of a block's warps; the grid                                    |
+| `block.py`, `cluster.py`            | the scheduler of a block's warps; of the blocks of a cluster                  |
+| `launch.py`                         | the grid                                                                      |
 | `barriers.py`, `copies.py`          | named barriers and mbarriers; TMA, bulk copies, cp.async                      |
 | `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `memory.py`, `values.py`            | global memory, TMA descriptors, operands in shared memory; number formats     |

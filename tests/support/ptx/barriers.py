@@ -47,6 +47,11 @@ class Barriers:
     def start(self):
         self.named, self.at = {}, {}
 
+    def barrier(self, i, warp, lanes):
+        if i.parts[1] == "cluster":
+            return self.block.cluster.barrier.execute(self.block, i, warp, lanes)
+        return self.named_barrier(i, warp, lanes)
+
     def named_barrier(self, i, warp, lanes):
         if not lanes.all():
             raise SimulationError(f"{i.text} in divergent code")
@@ -63,7 +68,7 @@ class Barriers:
             barrier[2] = id(i)
         if barrier[0] == count:
             barrier[:] = 0, rounds + 1, None
-            block.progress += 1
+            block.cluster.progress += 1
         elif barrier[0] > count:
             raise SimulationError(f"{i.text}: more threads than the barrier's count")
         return Wait(lambda: barrier[1] > rounds) if waits else None
@@ -73,6 +78,7 @@ class Barriers:
         if kind == "init":
             addresses, counts = block.address(A[0], warp), block.value(A[1], "U", warp)
             for lane in np.flatnonzero(lanes):
+                block.check_shared(int(addresses[lane]), 8, 8, i.text)
                 self.at[int(addresses[lane])] = Mbarrier(int(counts[lane]))
         elif kind in ("arrive", "expect_tx"):
             self.arrive(i, warp, lanes)
@@ -87,15 +93,16 @@ class Barriers:
         where = next(n for n, a in enumerate(i.args) if isinstance(a, Address))
         addresses, rest = block.address(i.args[where], warp), i.args[where + 1 :]
         numbers = block.value(rest[0], "U", warp) if rest else np.ones(32, U32)
+        find = self.find_in_cluster if "shared::cluster" in i.parts else self.find
         for lane in np.flatnonzero(lanes):
-            barrier, n = self.find(addresses[lane]), int(numbers[lane])
+            barrier, n = find(addresses[lane]), int(numbers[lane])
             if expects:
                 barrier.expect(n)
             if arrives:
                 barrier.arrive(1 if expects else n)
             else:
                 barrier.settle()
-        block.progress += 1
+        block.cluster.progress += 1
 
     def wait(self, i, warp, lanes):
         if "parity" not in i.parts:
@@ -111,5 +118,10 @@ class Barriers:
     def find(self, address):
         barrier = self.at.get(int(address))
         if barrier is None:
-            raise SimulationError(f"no mbarrier at {int(address):#x}")
+            raise SimulationError(f"no mbarrier at {int(address):#x} in block {self.block.index}")
         return barrier
+
+    def find_in_cluster(self, address):
+        """An mbarrier that another block of the cluster may own."""
+        owner, there = self.block.cluster.owner(self.block, address)
+        return owner.barriers.find(there)

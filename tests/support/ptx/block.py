@@ -40,8 +40,8 @@ ORDERS = {
 
 
 class Block:
-    def __init__(self, program):
-        self.program = program
+    def __init__(self, program, cluster, rank):
+        self.program, self.cluster, self.rank = program, cluster, rank
         self.threads = int(np.prod(program.block))
         self.warps = self.threads // 32
         dtypes = {"U": U32, "D": U64, "H": U16, "P": bool}
@@ -55,14 +55,13 @@ class Block:
             rows.fill(False if file == "P" else np.iinfo(rows.dtype).max)
         self.parameters, self.gmem, self.index, self.grid, self.order = parameters, gmem, index, grid, order
         self.smem_bytes = smem_bytes
-        self.smem = np.full(-(-smem_bytes // 1024) * 1024, 0xFF, np.uint8)
+        self.smem = self.cluster.smem[self.rank]
         self.smem_rows = self.smem.view(U16).reshape(-1, 8)  # of 16 bytes
         self.smem_words = {width: self.smem.view(f"u{width}") for width in (1, 2, 4, 8)}
         # A warp stands at one place, or (place None) its lanes each at their own.
         self.place, self.lane_places = [0] * self.warps, [None] * self.warps
         self.waits = [None] * self.warps  # (Wait, text of the instruction)
-        self.given_up, self.progress = [-1] * self.warps, 0
-        self.events = []  # asynchronous work not done yet, the oldest first
+        self.given_up = [-1] * self.warps
         for part in (self.barriers, self.copies, self.wgmma, self.tmem):
             part.start()
         for views in self.views.values():
@@ -71,12 +70,14 @@ class Block:
     # The scheduler.
 
     def run(self):
-        while True:
-            ready = self.without_partial_warpgroups(self.ready())
-            if ready:
-                self.advance_some(ready)
-            elif not self.unblock():
-                break
+        """Go on until no warp can; whether any could."""
+        has_moved = False
+        while ready := self.without_partial_warpgroups(self.ready()):
+            self.advance_some(ready)
+            has_moved = True
+        return has_moved
+
+    def finish(self):
         for part in (self.wgmma, self.copies, self.tmem):
             part.finish()
 
@@ -90,7 +91,7 @@ class Block:
                 if not wait.is_over():
                     continue
                 self.waits[warp] = None
-                self.progress += 1
+                self.cluster.progress += 1
                 if wait.finish:
                     wait.finish(True)
             place = self.place[warp]
@@ -127,25 +128,27 @@ class Block:
             self.step(place, chosen[i], chosen[j] + 1)
             i = j + 1
 
-    def unblock(self):
-        """No warp can move: let one asynchronous thing happen, else let a try_wait give up; False when all is done."""
-        if self.events:
-            self.events.pop(0)()
-            self.progress += 1
-            return True
-        waiting = [warp for warp in range(self.warps) if self.waits[warp]]
-        if not waiting:
-            if any(place != DONE for place in self.place):
-                raise SimulationError(f"deadlock in block {self.index}: part of a warpgroup never comes to its wgmma")
-            return False
-        for warp in waiting:
-            finish = self.waits[warp][0].finish
-            if finish and self.given_up[warp] != self.progress:
-                self.given_up[warp], self.waits[warp] = self.progress, None
-                finish(False)
+    def give_up(self):
+        """Let a try_wait give up, once for all that has happened since; whether there was one."""
+        progress = self.cluster.progress
+        for warp, blocked in enumerate(self.waits):
+            if blocked and blocked[0].finish and self.given_up[warp] != progress:
+                self.given_up[warp], self.waits[warp] = progress, None
+                blocked[0].finish(False)
                 return True
-        where = ", ".join(f"warp {warp} at {self.waits[warp][1][:90]}" for warp in waiting)
-        raise SimulationError(f"deadlock in block {self.index}: {where}")
+        return False
+
+    def what_waits(self):
+        waiting = [f"warp {warp} at {blocked[1][:90]}" for warp, blocked in enumerate(self.waits) if blocked]
+        return ", ".join(waiting) or "part of a warpgroup never comes to its wgmma"
+
+    def has_ended(self):
+        return all(place == DONE for place in self.place)
+
+    def thread_places(self):
+        """Where each thread stands."""
+        lanes = [np.full(32, place) if place is not None else self.lane_places[w] for w, place in enumerate(self.place)]
+        return np.concatenate(lanes)
 
     def step(self, place, first, end):
         """Take warps `first` to `end`, which all have lanes at `place`, through the segment or instruction there."""
@@ -214,9 +217,10 @@ class Block:
         """What carries out an instruction that waits, arrives or moves data by itself."""
         units = {
             "bar": self.barriers.named_barrier,
-            "barrier": self.barriers.named_barrier,
+            "barrier": self.barriers.barrier,
             "mbarrier": self.barriers.mbarrier,
             "cp": self.copies.execute,
+            "st": self.copies.store_async,
             "tcgen05": self.tmem.execute,
         }
         if i.parts[0] not in units:
@@ -305,7 +309,11 @@ class Block:
             raise SimulationError(f"a misaligned access of {n} bytes at {int(bad):#x}")
         if space != "global" and low >= SMEM_BASE and high <= SMEM_BASE + self.smem_bytes:
             return self.smem_words[width], (addresses - SMEM_BASE) // width
-        if space != "shared" and low >= GMEM_BASE:
+        if space == "shared::cluster" and low >= SMEM_BASE:
+            found = self.cluster.locate(self, addresses, width, n)
+            if found is not None:
+                return found
+        if space in ("global", "generic") and low >= GMEM_BASE:
             offsets = addresses - GMEM_BASE
             self.gmem.check(offsets, n, "an access")
             return self.gmem.words[width], offsets // width
@@ -314,6 +322,9 @@ class Block:
     def check_shared(self, address, n, alignment, what):
         if address % alignment or address < SMEM_BASE or address + n > SMEM_BASE + self.smem_bytes:
             raise SimulationError(f"{what}: {n} bytes at shared memory address {address:#x}")
+
+    def shared_bytes(self, address, n):
+        return self.smem[address - SMEM_BASE : address - SMEM_BASE + n]
 
 
 def warpgroup(warp):

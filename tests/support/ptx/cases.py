@@ -72,6 +72,13 @@ def chain(run):
     return error(o, torch.cat(want))
 
 
+def exchange(run):
+    """Two clusters of two blocks, five rounds: barriers go through both phases more than once."""
+    x, y = randn(4, 5, 64, 128), torch.full((4, 5, 64, 128), NAN)
+    run(x, y)
+    return error(y, (x.float() + x.float()[[1, 0, 3, 2]]).double())
+
+
 def umma(has_second):
     def case(run):
         q, k, v = (randn(2, 128, 128, scale=0.3) for _ in range(3))
@@ -93,6 +100,7 @@ CASES = {
     "warp_product": (HOPPER, "sm_90a", warp_product(torch.bfloat16), 4e-3),
     "warp_product_fp16": (HOPPER, "sm_90a", warp_product(torch.float16), 5e-4),
     "chain": (HOPPER, "sm_90a", chain, 2e-3),
+    "exchange": (HOPPER, "sm_90a", exchange, 0.0),
     "umma_product": (BLACKWELL, "sm_100a", umma(False), 1e-6),
     "umma_chain": (BLACKWELL, "sm_100a", umma(True), 2e-3),
 }

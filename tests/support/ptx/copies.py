@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from tests.support.ptx.instruction import Address
+from tests.support.ptx.instruction import WIDTH, Address, Vector
 from tests.support.ptx.memory import TensorMap
 from tests.support.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
 
@@ -12,7 +12,8 @@ class Copies:
     """What `cp` instructions do.
 
     A load that signals an mbarrier happens at issue or when nothing else can go on, as the order says. A store reads shared
-    memory when it is waited for, so what is overwritten too early is seen; cp.async writes when it is waited for.
+    memory when it is waited for, so what is overwritten too early is seen; cp.async writes when it is waited for. A copy
+    to another block of the cluster is like a load: its source is read when it happens.
     """
 
     def __init__(self, block):
@@ -66,10 +67,11 @@ class Copies:
         coordinates = [int(block.value(x, "S", warp)[lane]) for x in descriptor.coordinates]
         if len(coordinates) != tensor_map.rank:
             raise SimulationError(f"{len(coordinates)} TMA coordinates for a descriptor of rank {tensor_map.rank}")
-        block.check_shared(shared, tensor_map.bytes, 128, "TMA")
-        move = lambda: self.move(tensor_map, coordinates, shared, is_load)
+        owner, shared = self.owner(i.parts[5], shared)
+        owner.check_shared(shared, tensor_map.bytes, 128, "TMA")
+        move = lambda: self.move(tensor_map, coordinates, owner, shared, is_load)
         if is_load:
-            self.load_later(move, tensor_map.bytes, pick(i.args[2]))
+            self.load_later(move, tensor_map.bytes, owner, pick(i.args[2]))
         else:
             self.stores[warp].append(move)
 
@@ -81,8 +83,12 @@ class Copies:
             self.maps[address] = TensorMap(bytes(self.block.parameters[start : start + 128]))
         return self.maps[address]
 
-    def move(self, tensor_map, coordinates, shared, is_load):
-        block, element = self.block, tensor_map.element
+    def owner(self, space, address):
+        """The block that a shared address of an instruction is in, and the address there."""
+        return self.block.cluster.owner(self.block, address) if space == "shared::cluster" else (self.block, address)
+
+    def move(self, tensor_map, coordinates, block, shared, is_load):
+        element = tensor_map.element
         offset, inside, smem_address = tensor_map.place(coordinates, shared)
         offset += tensor_map.address - GMEM_BASE
         block.gmem.check(offset[inside], element, f"TMA ({tensor_map})")
@@ -93,23 +99,35 @@ class Copies:
         else:
             gmem[here[inside]] = smem[there[inside]]
 
-    def load_later(self, move, n, barrier_address):
-        barrier = self.block.barriers.find(barrier_address)
+    def load_later(self, move, n, owner, barrier_address):
+        """Write n bytes of shared memory of a block, and tell an mbarrier there."""
+        block = self.block
+        beside, there = block.cluster.owner(block, barrier_address)
+        if beside is not owner:
+            raise SimulationError(f"bytes go to block {owner.index}, and the mbarrier that counts them is in {beside.index}")
+        barrier = owner.barriers.find(there)
 
         def arrive():
+            if owner is not block and (owner.has_ended() or block.has_ended()):
+                raise SimulationError(f"bytes go from block {block.index} to {owner.index} when one of them has ended")
             move()
             barrier.expect(-n)
             barrier.settle()
 
-        if self.block.order.late_loads:
-            self.block.events.append(arrive)
+        if block.order.late_loads:
+            block.cluster.events.append(arrive)
         else:
             arrive()
 
     def plain(self, i, warp, lanes):
         """cp.async.bulk of n bytes, either way."""
         block, is_load = self.block, i.parts[3].startswith("shared")
-        if any(word in i.op for word in ("multicast", "cp_mask", "reduce")) or i.parts[4].startswith("shared") == is_load:
+        if any(word in i.op for word in ("multicast", "cp_mask", "reduce", "ignore_oob")):
+            raise Unsupported(i.op)
+        if i.parts[3:5] == ["shared::cluster", "shared::cta"]:
+            self.push(i, warp, lanes)
+            return
+        if i.parts[4].startswith("shared") == is_load:
             raise Unsupported(i.op)
         for lane in np.flatnonzero(lanes):
             to, source = (int(block.address(a, warp)[lane]) for a in i.args[:2])
@@ -117,15 +135,46 @@ class Copies:
             shared, offset = (to, source - GMEM_BASE) if is_load else (source, to - GMEM_BASE)
             if n % 16 or offset % 16:
                 raise SimulationError(f"a bulk copy of {n} bytes at {offset + GMEM_BASE:#x}: both must be multiples of 16")
-            block.check_shared(shared, n, 16, "bulk copy")
+            owner, shared = self.owner(i.parts[3], shared)
+            owner.check_shared(shared, n, 16, "bulk copy")
             block.gmem.check(np.arange(offset, offset + n, 16, dtype=S64), 16, "bulk copy")
             gmem = block.gmem.bytes[offset : offset + n]
-            smem = block.smem[shared - SMEM_BASE : shared - SMEM_BASE + n]
+            smem = owner.shared_bytes(shared, n)
             if is_load:
                 barrier = int(block.address(i.args[3], warp)[lane])
-                self.load_later(lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, barrier)
+                self.load_later(lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, owner, barrier)
             else:
                 self.stores[warp].append(lambda smem=smem, gmem=gmem: np.copyto(gmem, smem))
+
+    def push(self, i, warp, lanes):
+        """cp.async.bulk of n bytes of one's own shared memory to another block's."""
+        block = self.block
+        for lane in np.flatnonzero(lanes):
+            to, source, barrier = (int(block.address(i.args[k], warp)[lane]) for k in (0, 1, 3))
+            n = int(block.value(i.args[2], "U", warp)[lane])
+            if n % 16:
+                raise SimulationError(f"a bulk copy of {n} bytes: must be a multiple of 16")
+            owner, to = block.cluster.owner(block, to)
+            if owner is block:
+                raise SimulationError(f"{i.op} to the block's own shared memory: it is for another's")
+            block.check_shared(source, n, 16, "source of a bulk copy")
+            owner.check_shared(to, n, 16, "bulk copy")
+            parts = owner.shared_bytes(to, n), block.shared_bytes(source, n)
+            self.load_later(lambda parts=parts: np.copyto(*parts), n, owner, barrier)
+
+    def store_async(self, i, warp, lanes):
+        """st.async: registers to another block's shared memory."""
+        if not i.starts("st.async") or "mbarrier::complete_tx::bytes" not in i.parts:
+            raise Unsupported(i.text[:120])
+        block, (to, values, barrier), width = self.block, i.args, WIDTH[i.parts[-1]]
+        values = values.items if isinstance(values, Vector) else (values,)
+        rows = np.stack([block.value(x, {4: "U", 8: "D"}[width], warp) for x in values], 1)  # a copy
+        n = rows[0].nbytes
+        for lane in np.flatnonzero(lanes):
+            owner, at = block.cluster.owner(block, block.address(to, warp)[lane])
+            owner.check_shared(at, n, n, i.text[:120])
+            parts = owner.shared_bytes(at, n), rows[lane].view(np.uint8)
+            self.load_later(lambda parts=parts: np.copyto(*parts), n, owner, block.address(barrier, warp)[lane])
 
     def small(self, i, warp, lanes):
         """cp.async of 4, 8 or 16 bytes a lane; what is beyond the source size is zero."""

@@ -26,6 +26,7 @@ DTYPES = {
 STREAM = object()  # stands for the stream argument
 BASE = 0x5000_0000_0000  # where host memory is
 MAX_STEPS = 500_000
+CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Launch:
     grid: tuple
     block: tuple
     smem: int
+    cluster: tuple
 
 
 class Function:
@@ -205,7 +207,7 @@ class Host:
             # The list of pointers to the parameters, and what each points at, are allocas of known size.
             pointers = self.words(a[2], self.sizes[a[2]] // 8)
             parameters = [bytes(self.memory[self.offset(p) : self.offset(p) + self.sizes[p]]) for p in pointers]
-            self.launches.append(Launch(self.kernels.get(a[1], "?"), parameters, grid, block, smem))
+            self.launches.append(Launch(self.kernels.get(a[1], "?"), parameters, grid, block, smem, self.cluster_size(config)))
         elif name.startswith("TVMFFIErrorSetRaisedFromCStrParts"):
             self.error = f"{self.text(a[0])}: " + "".join(self.text(p) for p in self.words(a[1], a[2]) if p)
         elif name == "TVMFFIErrorSetRaisedFromCStr":
@@ -213,6 +215,15 @@ class Host:
         elif name not in ("printf", "TVMFFIEnvGetStream", "_cudaSetDevice", "cuda_dialect_init_library_once", "_cudaGetDevice"):
             raise Unsupported(f"host call to {name}")
         return 0
+
+    def cluster_size(self, config):
+        """Blocks of a cluster along x, y, z: a launch attribute, of which there is a list of 72 bytes each."""
+        attributes, n = struct.unpack_from("<QI", self.memory, config + 40)
+        for k in range(n):
+            kind, *size = struct.unpack_from("<i4x3i", self.memory, self.offset(attributes + 72 * k, 72))
+            if kind == CLUSTER_DIMENSION:
+                return tuple(size)
+        return (1, 1, 1)
 
 
 def unescape(text):

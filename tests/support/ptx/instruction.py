@@ -29,6 +29,7 @@ WIDTH = {
 
 SPECIAL_REGISTERS = {
     *(f"%{name}.{axis}" for name in ("tid", "ctaid", "nctaid", "ntid", "clusterid", "nclusterid") for axis in "xyz"),
+    *(f"%{name}.{axis}" for name in ("cluster_ctaid", "cluster_nctaid") for axis in "xyz"),
     "%laneid", "%cluster_ctarank", "%cluster_nctarank",
 }  # fmt: skip
 

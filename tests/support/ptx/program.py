@@ -57,6 +57,8 @@ class Program:
             at += size
         self.param_bytes = at
         self.block = block_size(head[3], block)
+        if "cluster" in head[3]:
+            raise Unsupported("a kernel that says itself how large its clusters are: the DSL leaves it to the launch")
         self.registers, self.count = {}, dict.fromkeys("UDHP", 0)
         self.constants, self.environment = {}, dict(operations.ENVIRONMENT)
         self.code, self.labels = [], {}

@@ -29,12 +29,17 @@ class Views:
 
     def enter(self, index, grid):
         """Begin block `index` of a grid."""
+        block = self.block
         for axis, name in enumerate("xyz"):
-            self.special[f"%ctaid.{name}"] = self.special[f"%clusterid.{name}"] = U32(index[axis])
-            self.special[f"%nctaid.{name}"] = self.special[f"%nclusterid.{name}"] = U32(grid[axis])
-            self.special[f"%ntid.{name}"] = U32(self.block.program.block[axis])
-        self.special["%cluster_ctarank"] = U32(0)
-        self.special["%cluster_nctarank"] = U32(1)
+            along = block.cluster.shape[axis]
+            self.special[f"%ctaid.{name}"], self.special[f"%nctaid.{name}"] = U32(index[axis]), U32(grid[axis])
+            self.special[f"%clusterid.{name}"] = U32(index[axis] // along)
+            self.special[f"%nclusterid.{name}"] = U32(grid[axis] // along)
+            self.special[f"%cluster_ctaid.{name}"] = U32(index[axis] % along)
+            self.special[f"%cluster_nctaid.{name}"] = U32(along)
+            self.special[f"%ntid.{name}"] = U32(block.program.block[axis])
+        self.special["%cluster_ctarank"] = U32(block.rank)
+        self.special["%cluster_nctarank"] = U32(len(block.cluster.blocks))
 
     def parameter(self, offset, width):
         return int.from_bytes(self.block.parameters[offset : offset + width], "little")

@@ -94,7 +94,7 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         placed[pointer] = (*gmem.put(own), own)
     passed = [as_argument(a, placed) for a in given]
     for call in parsed_host(code.host).call(*passed):
-        launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order, call.block)
+        launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order, call.block, call.cluster)
     for _, inside, own in placed.values():
         own[...] = inside
 

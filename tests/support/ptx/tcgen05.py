@@ -72,7 +72,7 @@ class TensorMemory:
         elif kind == "commit":
             addresses = self.block.address(i.args[0], warp)
             for lane in np.flatnonzero(lanes):
-                self.commit((warp, int(lane)), self.block.barriers.find(addresses[lane]))
+                self.commit((warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
         elif kind == "mma":
             if lanes.sum() != 1:
                 raise SimulationError("tcgen05.mma is issued by more than one lane: each would run it")
@@ -182,7 +182,7 @@ class TensorMemory:
             barrier.arrive()
 
         if self.block.order.late_products:
-            self.block.events.append(arrive)
+            self.block.cluster.events.append(arrive)
         else:
             arrive()
 

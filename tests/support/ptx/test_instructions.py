@@ -28,14 +28,15 @@ PROGRAM = """
 """
 
 
-def run(body, x, y=None, smem_bytes=1024):
+def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1):
     """What %r3 holds in each lane after a body that finds x in %r1 and y in %r2; all as bits."""
     gmem = GlobalMemory(1 << 16)
     x = np.ascontiguousarray(x).view(np.uint32)
     y = x if y is None else np.ascontiguousarray(y).view(np.uint32)
-    (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(32, np.uint32))
+    (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(32 * cluster, np.uint32))
     parameters = [struct.pack("<Q", p) for p in (px, py, pz)]
-    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, (1, 1, 1), gmem, smem_bytes)
+    size = (cluster, 1, 1)
+    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, size, gmem, smem_bytes, order, cluster=size)
     return out.copy()
 
 
@@ -187,6 +188,92 @@ class TestMemory:
         }.items():
             with pytest.raises(SimulationError, match=match):
                 run(body, U)
+
+
+class TestClusters:
+    """Two blocks of a warp each; a block finds its own x in %r1, its partner's rank in %r7, and its lane's word in %r5."""
+
+    START = """
+    mov.u32 %r6, %cluster_ctarank; xor.b32 %r7, %r6, 1; mul.wide.u32 %rd4, %r6, 128;
+    add.s64 %rd0, %rd0, %rd4; add.s64 %rd2, %rd2, %rd4; ld.global.b32 %r1, [%rd0];
+    shl.b32 %r4, %r0, 2; mov.u32 %r5, shared; add.u32 %r5, %r5, %r4; setp.eq.u32 %p1, %r0, 0;
+    @%p1 mbarrier.init.shared.b64 [shared+512], 1; @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [shared+512], 128;
+    """
+    SYNC = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    # the partner's word of this lane, its start of shared memory, its mbarrier
+    MAP = """
+    mapa.shared::cluster.u32 %r10, %r5, %r7; mov.u32 %r11, shared; mapa.shared::cluster.u32 %r11, %r11, %r7;
+    add.u32 %r12, %r11, 512;
+    """
+    WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [shared+512], 0; @!%p2 bra W;"
+    PUSH = "@%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11], [shared], {}, [%r12];"
+    X = np.concatenate([U, V])
+
+    def run(self, body, order="late"):
+        return run(self.START + self.SYNC + self.MAP + body, self.X, order=order, cluster=2)
+
+    def test_registers(self):
+        for name, want in {
+            "cluster_ctarank": [0, 1], "cluster_ctaid.x": [0, 1], "cluster_ctaid.y": [0, 0], "cluster_nctarank": [2, 2],
+            "cluster_nctaid.x": [2, 2], "clusterid.x": [0, 0], "nclusterid.x": [1, 1], "ctaid.x": [0, 1],
+        }.items():  # fmt: skip
+            np.testing.assert_array_equal(self.run(f"mov.u32 %r3, %{name};"), np.repeat(want, 32))
+
+    def test_loads_and_stores(self):
+        swapped = np.concatenate([V, U])
+        there = "st.shared::cluster.b32 [%r10], %r1;" + self.SYNC + "ld.shared.b32 %r3, [%r5];"
+        here = "st.shared::cta.b32 [%r5], %r1;" + self.SYNC + "ld.shared::cluster.b32 %r3, [%r10];" + self.SYNC
+        for body in (there, here):
+            np.testing.assert_array_equal(self.run(body), swapped)
+        own = "st.shared::cluster.b32 [%r5], %r1; ld.shared.b32 %r3, [%r5];"  # an ordinary address is a block's own
+        np.testing.assert_array_equal(self.run(own), self.X)
+
+    @pytest.mark.parametrize("order", ["late", "early", "last"])
+    def test_asynchronous_stores(self, order):
+        body = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r10], %r1, [%r12]; mov.b32 %r1, 0;"
+        got = self.run(body + self.WAIT + "ld.shared.b32 %r3, [%r5];" + self.SYNC, order)
+        np.testing.assert_array_equal(got, np.concatenate([V, U]))
+
+    def test_a_copy_to_another_block_may_read_late(self):
+        push = "st.shared.b32 [%r5], %r1;" + self.PUSH.format(128).replace("[%r11]", "[%r11+128]")
+        read = self.WAIT + "ld.shared.b32 %r3, [%r5+128];" + self.SYNC
+        for order in ("late", "early"):
+            np.testing.assert_array_equal(self.run(push + read, order), np.concatenate([V, U]))
+        assert (self.run(push + "st.shared.b32 [%r5], 7;" + read) == 7).all()
+
+    def test_a_global_load_to_another_block(self):
+        load = "@%p1 cp.async.bulk.shared::{}.global.mbarrier::complete_tx::bytes [%r11], [%rd0], 128, [%r12];"
+        body = load + self.WAIT + "ld.shared.b32 %r3, [%r5];" + self.SYNC
+        np.testing.assert_array_equal(self.run(body.format("cluster")), np.concatenate([V, U]))
+        with pytest.raises(SimulationError, match="bulk copy: 128 bytes at shared memory address"):
+            self.run(body.format("cta"))
+
+    def test_what_is_not_allowed_is_an_error(self):
+        arrive = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r12];"
+        for body, match in {
+            "ld.shared.b32 %r3, [%r10];": "no shared memory at",
+            "ld.shared::cluster.b32 %r3, [%r10+1024];": "no shared::cluster memory at",
+            "mapa.shared::cluster.u32 %r10, %r5, 2; st.shared::cluster.b32 [%r10], %r1;": "no block of rank 2 in a cluster of 2",
+            self.PUSH.format(100): "100 bytes: must be a multiple of 16",
+            self.PUSH.format(128).replace("[shared]", "[shared+8]"): "source of a bulk copy: 128 bytes at",
+            self.PUSH.format(128).replace("[%r11]", "[%r11+960]"): "bulk copy: 128 bytes at",
+            self.PUSH.format(128).replace("[%r11]", "[shared]"): "to the block's own shared memory",
+            self.PUSH.format(128).replace("[%r12]", "[shared+512]"): r"bytes go to block \(\d, 0, 0\), and the mbarrier",
+            self.PUSH.format(128) + self.SYNC: "when one of them has ended",
+            arrive.replace("%r12", "%r11"): r"no mbarrier at 0x400 in block \(\d, 0, 0\)",
+            arrive.replace("shared::cluster", "shared::cta"): "no mbarrier at",
+            # whoever came last to the barrier goes on first
+            "setp.eq.u32 %p2, %r6, 1; @%p2 bra END;" + arrive + "END: nanosleep.u32 20;": r"block \(1, 0, 0\) has ended",
+            "barrier.cluster.wait;": "arrive and wait must take turns",
+            "barrier.cluster.arrive; barrier.cluster.arrive;": "arrive and wait must take turns",
+            self.WAIT: r"deadlock in block \(0, 0, 0\): warp 0 at mbarrier.*; in block \(1, 0, 0\): warp 0 at mbarrier",
+        }.items():
+            with pytest.raises(SimulationError, match=match):
+                self.run(body)
+
+    def test_who_has_ended_is_not_waited_for(self):
+        body = "setp.eq.u32 %p2, %r6, 0; @%p2 bra END;" + self.SYNC + "END: mov.b32 %r3, %r1;"
+        np.testing.assert_array_equal(self.run(body), self.X)
 
 
 def test_a_hang_is_reported():

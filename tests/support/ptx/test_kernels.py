@@ -48,9 +48,16 @@ def test_an_access_outside_every_array_is_an_error():
         simulate(compiled("scale", modules=HOPPER).edited(ptx=beyond), x, x.clone(), 1.0)
 
 
+def test_a_grid_is_whole_clusters():
+    x = torch.zeros(3, 1, 64, 128)
+    with pytest.raises(SimulationError, match=r"a grid of \(3, 1, 1\) blocks in clusters of \(2, 1, 1\)"):
+        simulate("exchange", x.bfloat16(), x, modules=HOPPER)
+
+
 # Breaking kernels on purpose.
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 \S+, [^;]*;"
+MAP = r"mapa\.shared::cluster\.u32 \t(%r\d+, %r\d+), %r\d+"  # an address of the partner's
 DESCRIPTOR = r"(?<=, )(\d{19})(?=;)"  # a constant whose top bits say the swizzle
 # The instruction descriptor of a tcgen05 product: one of two constants, or-ed with a third.
 INSTRUCTION = r"selp\.b32 \t%r\d+, (\d+), (\d+), %p\d+;\n\tor\.b32"
@@ -94,6 +101,15 @@ PTX = {
     "no wait for the first wgmma": ("chain", replace(r"wgmma\.wait_group\.sync\.aligned \t?0;", "", nth=0)),
     "no wait for bulk stores": ("tma_pipeline", replace(r"cp\.async\.bulk\.wait_group(\.read)? \t?0;", "")),
     "a barrier's count": ("tma_pipeline", replace(r"bar\.sync \t1, 128", "bar.sync \t1, 160")),
+    "no wait until the partner's buffer is free": ("exchange", replace(WAIT, never_wait, nth=0)),
+    "no wait for the partner's bytes": ("exchange", replace(WAIT, never_wait, nth=3)),
+    "no barrier of the cluster at the start": ("exchange", replace(r"barrier\.cluster\.arrive\.relaxed;\s*barrier\S+;", "")),
+    "no barrier of the cluster at the end": ("exchange", replace(r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;", "")),
+    "arrivals of the cluster without waits": ("exchange", replace(r"barrier\.cluster\.wait;", "")),
+    "the partner's bytes count here": ("exchange", replace(MAP, r"mov.b32 \1", nth=0)),
+    "a tile pushed to oneself": ("exchange", replace(MAP, r"mov.b32 \1", nth=1)),
+    "one's own buffer called free": ("exchange", replace(MAP, r"mov.b32 \1", nth=2)),
+    "half of a tile pushed": ("exchange", replace(r"16384;(\s*cp\.async\.bulk\.shared::cluster)", r"8192;\1")),
     "ldmatrix without its transposition": ("warp_product", replace(r"ldmatrix(\S*)\.trans", r"ldmatrix\1")),
     "stmatrix with a transposition": ("warp_product", replace(r"(stmatrix\.sync\.aligned\.m8n8\.x4)\.", r"\1.trans.")),
     "the type of mma.sync": ("warp_product_fp16", replace(r"f32\.f16\.f16\.f32", "f32.bf16.bf16.f32")),

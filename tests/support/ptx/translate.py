@@ -6,7 +6,7 @@ A line names registers through views (`F[3]` is register 3 as float32, all lanes
 """
 
 from tests.support.ptx.instruction import VIEW_OF_TYPE, WIDTH, Vector
-from tests.support.ptx.values import PARAM_BASE, Unsupported
+from tests.support.ptx.values import PARAM_BASE, SMEM_WINDOW, Unsupported
 
 BITS = {1: "H", 2: "H", 4: "U", 8: "D"}  # the view of bits, by width
 IGNORED = ("fence", "prefetch", "setmaxnreg", "griddepcontrol", "nanosleep", "wgmma.fence", "tcgen05.fence", "bar.warp")
@@ -235,10 +235,14 @@ def space_of(i):
     words = {word.split("::")[0] for word in i.parts[1:-1]}
     if words & {"local", "const"}:
         raise unsupported(i)
+    if "shared::cluster" in i.parts:
+        return "shared::cluster"
     return next((space for space in ("shared", "global", "param") if space in words), "generic")
 
 
 def memory(R, program, i):
+    if "async" in i.parts:  # st.async
+        return None
     name, width, space = i.parts[0], WIDTH[i.parts[-1]], space_of(i)
     registers, address = i.args if name == "ld" else (i.args[1], i.args[0])
     registers = registers.items if isinstance(registers, Vector) else (registers,)
@@ -255,7 +259,7 @@ def memory(R, program, i):
 
 def red(R, program, i):
     operation = next((word for word in i.parts if word in ("add", "min", "max")), None)
-    if operation is None or i.parts[-1] not in VIEW_OF_TYPE or isinstance(i.args[1], Vector):
+    if operation is None or "async" in i.parts or i.parts[-1] not in VIEW_OF_TYPE or isinstance(i.args[1], Vector):
         raise unsupported(i)
     base, offset = program.address(i.args[0])
     if base is None:
@@ -270,7 +274,10 @@ def elect(R, program, i):
 
 
 def mapa(R, program, i):
-    return f"copy({R(i.args[0], 'U')},{R(i.args[1], 'U')})"  # no clusters: every address is the block's own
+    if i.op != "mapa.shared::cluster.u32":
+        raise unsupported(i)
+    to, address, rank = (R(a, "U") for a in i.args)
+    return f"copy({to},{address}+({rank}+{program.constant('U', 1)})*{program.constant('U', SMEM_WINDOW)})"
 
 
 def shfl(R, program, i):

@@ -12,6 +12,8 @@ LANES = np.arange(32)
 # Addresses, far enough apart that one of a wrong memory is noticed.
 SMEM_BASE, GMEM_BASE, PARAM_BASE = 0x400, 0x10000000, 0x40000000000
 SMEM_BYTES = 227 * 1024  # of a block, at most
+CLUSTER_BLOCKS = 16  # likewise
+SMEM_WINDOW = 0x100000  # how far addresses of the shared memories of two neighbours in a cluster are apart
 
 
 class SimulationError(RuntimeError):
