@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on the CuTe kernels of Hopper and Blackwell: which variant, how sequences are cut, and the launch.
 
-`common/kda_prepare.py` and the architecture's `kda_state.py` say what the kernels compute. Forward only: the gradient is another
-backend's.
+`common/kda_prepare.py` and the architecture's `kda_state.py` say what the kernels compute. `sm90/kda_fused.py` is both in
+one, for full GPUs. Forward only: the gradient is another backend's.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from cula.ops.workspace import workspace
 # by compute capability
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
+FULL = 0.9  # of the turns that clusters take together: from here on one pass is faster than two kernels
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
 
@@ -40,6 +41,7 @@ class Cut(NamedTuple):
     per_segment: int  # chunks
     has_maps: bool  # some sequence may be cut
     helpers: int = 0  # blocks a head that make maps only
+    clusters: int = 0  # of two multiprocessors, for one pass over whole sequences, without a workspace; 0: two kernels
 
     def bytes(self, HV: int) -> int:
         flags = -(-4 * HV * self.segments // 128) * 128
@@ -50,6 +52,9 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     """Segments enough to give every multiprocessor one, but no more than about the square root of a sequence's chunks: each
     costs the later ones a step where the gate forgets slowly, and a chunk or two walked twice where it forgets fast."""
     p = problem
+    clusters = clusters_for(p, num_sms)
+    if clusters:
+        return in_one_pass(clusters)
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
@@ -70,16 +75,37 @@ def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
     return Cut(chunks, segments, per_segment, segments > p.N, helpers)
 
 
+def clusters_for(problem: KdaProblem, num_sms: int) -> int:
+    """How many clusters do a call in one pass (`sm90/kda_fused.py`), if that is faster; else 0. Of packed sequences the lengths
+    are not known here, and may be such that some clusters have much more to do than others."""
+    p = problem
+    has_kernel = p.sm == (9, 0) and p.options.use_qk_l2norm_in_kernel and p.g_dtype is torch.bfloat16 and not p.has_scalar_gate
+    clusters, heads = num_sms // 2, p.N * p.HV
+    if not has_kernel or p.is_packed or clusters == 0:
+        return 0
+    turns = -(-heads // clusters)
+    return min(heads, clusters) if heads >= FULL * turns * clusters else 0
+
+
+def in_one_pass(clusters: int) -> Cut:
+    return Cut(chunks=0, segments=0, per_segment=0, has_maps=False, clusters=clusters)
+
+
 @functools.lru_cache(maxsize=1024)
 def _cut_on(problem: KdaProblem, device: torch.device) -> Cut:
     return cut(problem, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def variant(problem: KdaProblem) -> str:
-    """The kernel's name. fp16 operands where keys and queries are normalised, and so within their range."""
+    """The name of the two kernels. fp16 operands where keys and queries are normalised, and so within their range."""
     dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
     gate = "gate" if problem.options.use_gate_in_kernel else "log"
     return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
+
+
+def _kernel(problem: KdaProblem, cut: Cut) -> Any:
+    name = variant(problem)
+    return load(f"fused_{name}" if cut.clusters else name, ARCH_OF[problem.sm])
 
 
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
@@ -103,9 +129,9 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
         beta=as_tokens(x.beta),
         initial_state=None if x.initial_state is None else as_states(x.initial_state),
     )
-    work = torch.empty(cut.bytes(p.HV), dtype=torch.uint8, device=device)
-    absent = _no_gate(device, p.HV)
-    load(variant(p), ARCH_OF[p.sm])(*_addresses(x, absent, to, ht, work), *_numbers(p, x, cut, to, ht), stream_of(device))
+    work = () if cut.clusters else (torch.empty(cut.bytes(p.HV), dtype=torch.uint8, device=device),)
+    addresses = _addresses(x, _no_gate(device, p.HV), to, ht, *work)
+    _kernel(p, cut)(*addresses, *_numbers(p, x, cut, to, ht), stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -124,22 +150,22 @@ def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) 
     of_q, of_k, of_v = (Address(i, TMA_BYTES) for i in range(3))
     of_g, of_beta = Address(3, 1 if p.has_scalar_gate else TMA_BYTES), Address(4)
     of_A, of_bias, of_h0, of_cu = Address(5, absent=no_A), Address(6, absent=no_bias), Address(7, TMA_BYTES), Address(8)
-    of_o, of_ht, of_work = Address(~0, TMA_BYTES), Address(~1), Address(~2)
-    of = (of_q, of_k, of_v, of_g, of_beta, of_A, of_bias, of_o, of_h0, of_ht, of_cu, of_work)
-    launch = launch_again(load(variant(p), ARCH_OF[p.sm]), of, _numbers(p, x, cut, o, ht))
+    of_o, of_ht, of_work = Address(~0, TMA_BYTES), Address(~1), () if cut.clusters else (Address(~2),)
+    of = (of_q, of_k, of_v, of_g, of_beta, of_A, of_bias, of_o, of_h0, of_ht, of_cu, *of_work)
+    launch = launch_again(_kernel(p, cut), of, _numbers(p, x, cut, o, ht))
     outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    return Recipe(device.index, (launch,), outputs, workspace(device.index, cut.bytes(p.HV)))
+    return Recipe(device.index, (launch,), outputs, None if cut.clusters else workspace(device.index, cut.bytes(p.HV)))
 
 
-def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, work: Tensor) -> tuple[int, ...]:
-    """In the order of `common/kda.py`."""
+def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, *work: Tensor) -> tuple[int, ...]:
+    """In the order of `common/kda.py` and `sm90/kda_fused.py`."""
     q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens = x
     A_log, dt_bias = absent[0] if A_log is None else A_log, absent[1] if dt_bias is None else dt_bias
-    return tuple([address(t) for t in (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, work)])
+    return tuple([address(t) for t in (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, *work)])
 
 
 def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None) -> tuple[int | float, ...]:
-    """The other arguments, in the order of `common/kda.py`."""
+    """The other arguments, in their order."""
     beta_top = 0.0
     if p.options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
@@ -157,12 +183,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None
         int(x.initial_state is not None),
         int(ht is not None),
         0 if p.is_packed else p.T,
-        (p.N - 1).bit_length(),
-        cut.chunks,
-        cut.segments,
-        cut.per_segment,
-        int(cut.has_maps),
-        cut.helpers,
+        *((cut.clusters,) if cut.clusters else ((p.N - 1).bit_length(), *cut[:3], int(cut.has_maps), cut.helpers)),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 # The modules of each architecture. Everything that compiles, ships, simulates or tests kernels starts here.
 MODULES: dict[str, tuple[str, ...]] = {
-    "sm_90a": ("cula.ops.cute.sm90.kda", "cula.ops.cute.sm90.lightning", "cula.ops.cute.sm90.decode"),
+    "sm_90a": tuple(f"cula.ops.cute.sm90.{name}" for name in ("kda", "kda_fused", "lightning", "decode")),
     "sm_100a": ("cula.ops.cute.sm100.kda",),
     "sm_103a": ("cula.ops.cute.sm100.kda",),
 }

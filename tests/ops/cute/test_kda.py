@@ -37,6 +37,7 @@ class Case:
     H: int = 1
     HV: int = 1
     per_segment: int = 100  # chunks
+    clusters: int = 0  # one pass, Hopper's
     num_sms: int = NUM_SMS  # few: no helpers for maps
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     gate: str = "bounded"  # or "log"
@@ -76,6 +77,20 @@ CASES = [
     Case((150,), per_segment=1, shift=-6.0, gate="log", decays="steep", has_scalar_gate=True, is_normalised=False),
     Case((40, 400), per_segment=2, shift=-8.0, is_normalised=False, g=torch.float32),
     Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
+]
+
+
+# In one pass: clusters that have a head, several, or none; both gates; tails.
+ONE_PASS = [
+    Case((330,), clusters=3, is_packed=False, H=2, HV=4, shift=-8.0),
+    Case((70, 5, 64, 0, 200, 1), clusters=2, HV=2, shift=-4.0),
+    Case((128, 128), clusters=2, is_packed=False, has_state=False, beta=torch.bfloat16),
+    Case((390,), clusters=1, shift=-8.0, are_keys_alike=True),
+    Case((330,), clusters=1, gate="log", decays="alternating"),
+    Case((330,), clusters=1, gate="log", decays="zero"),
+    Case((130,), clusters=1, gate="log", decays="fastest"),
+    Case((400,), clusters=1, shift=-8.0, size=1e6),
+    Case((400,), clusters=1, shift=-8.0, size=1e-7),
 ]
 
 
@@ -127,7 +142,8 @@ def errors(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[float
     p, x = make(case, device, sm)
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
     ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
-    kda.run(p, x, kda.cut_into(p, case.per_segment, case.num_sms), ht, o)
+    cut = kda.in_one_pass(case.clusters) if case.clusters else kda.cut_into(p, case.per_segment, case.num_sms)
+    kda.run(p, x, cut, ht, o)
     want_o, want_ht = reference.kda(
         *x[:5],
         initial_state=x.initial_state,
@@ -179,15 +195,21 @@ def test_interpreted(interpreted, case, sm):
     check(case, "cpu", sm)
 
 
-@of_each
-def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, sm):
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_one_pass_interpreted(interpreted, case):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("way", ["two kernels", "one pass", "sm100"])
+def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, way):
     """However large its values are: the first's last chunk is loaded with some of them."""
-    p, x = make(Case((70, 64), shift=-4.0), "cpu", sm)
+    p, x = make(Case((70, 64), shift=-4.0), "cpu", BLACKWELL_SM if way == "sm100" else HOPPER_SM)
+    cut = kda.in_one_pass(1) if way == "one pass" else kda.cut_into(p, 100, NUM_SMS)
     results = []
     for size in (1.0, 1e9):
         v, o, ht = x.v.clone(), torch.empty_like(x.v), torch.empty_like(x.initial_state)
         v[:, 70:] *= size
-        kda.run(p, x._replace(v=v), kda.cut_into(p, 100, NUM_SMS), ht, o)
+        kda.run(p, x._replace(v=v), cut, ht, o)
         results.append((o[:, :70], ht[0]))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -197,6 +219,13 @@ def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, sm):
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
     interpreted(order)
     check(Case((330,), per_segment=1, shift=-8.0), "cpu", sm)
+
+
+@pytest.mark.parametrize("order", ["early", "first", "last"])
+def test_order_of_asynchronous_work_does_not_matter_in_one_pass(interpreted, order):
+    interpreted(order)
+    check(ONE_PASS[0], "cpu")
+    check(ONE_PASS[1], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +252,9 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
     assert not is_right(HOPPER_SM)
 
 
-def is_right(sm: tuple[int, int], per_segment: int = 1) -> bool:
-    """Whether a case with a state that lasts comes out right, in cold segments or whole."""
-    case = Case((330,), per_segment=per_segment, shift=-8.0, are_keys_alike=True)
+def is_right(sm: tuple[int, int], per_segment: int = 1, clusters: int = 0) -> bool:
+    """Whether a case with a state that lasts comes out right, in cold segments, whole or in one pass."""
+    case = Case((390,), per_segment=per_segment, clusters=clusters, shift=-8.0, are_keys_alike=True)
     try:
         of_o, of_state = errors(case, "cpu", sm)
     except ptx.SimulationError:
@@ -233,7 +262,7 @@ def is_right(sm: tuple[int, int], per_segment: int = 1) -> bool:
     return of_o < TOLERANCE["f16"] and of_state < STATE_TOLERANCE["f16"]
 
 
-# The state kernel of Blackwell, broken on purpose. Its PTX has prepare, maps and walk in this order.
+# Kernels broken on purpose
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 (\S+), [^;]*;"
 NO_WAIT = r"setp.eq.b32 \1, 0, 0;"
@@ -251,6 +280,18 @@ def replace(pattern: str, by: str | Callable[[re.Match], str], *places: int):
     return edit
 
 
+# The waits of the pass that is one, in the order of its PTX; without any of them some order of work gives another result.
+WAITS = {"half_free": (0, "late"), "free": (1, "early"), "g": (2, "late"), "k, q": (4, "late"), "taken": (6, "late"),
+         "ready": (7, "early"), "arrived": (8, "early"), "v_full": (9, "late")}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_one_pass_waits_for_all_that_it_needs(interpreted, what):
+    place, order = WAITS[what]
+    interpreted(order, replace(WAIT, NO_WAIT, place))
+    assert not is_right(HOPPER_SM, clusters=1)
+
+
 def flipped(bit: int, *places: int):
     """A bit of tcgen05 instruction descriptors."""
 
@@ -263,6 +304,7 @@ def flipped(bit: int, *places: int):
     return edit
 
 
+# The state kernel of Blackwell. Its PTX has prepare, maps and walk in this order.
 BROKEN = {
     "B's major in the descriptor of a product": flipped(16, -4),
     "the swizzle in descriptors": replace(r"\b461\d{16};", lambda m: f"{int(m[0][:-1]) ^ 6 << 61};"),
@@ -305,7 +347,7 @@ def launched(monkeypatch, request):
     return calls
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[-1], Case((70,) * 66, is_packed=False)], ids=str)
 def test_again_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
@@ -316,7 +358,7 @@ def test_again_launches_what_a_call_launches(launched, case):
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
     assert name == same_name
-    fresh = (9, 11)  # the final state and the workspace are new each time
+    fresh = (9, 11) if "fused" not in name else (9,)  # the final state and the workspace, if there is one, are new each time
     assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 
@@ -364,6 +406,33 @@ def kernels():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(kernels, case):
     check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_one_pass_on_a_gpu(kernels, case):
+    if torch.cuda.get_device_capability() != HOPPER_SM:
+        pytest.skip("Hopper's")
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0.0, -8.0])
+def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(kernels, shift):
+    """Two runs give the same bits, and the numbers of two kernels."""
+    if torch.cuda.get_device_capability() != HOPPER_SM:
+        pytest.skip("Hopper's")
+    p, x = make(Case((1000,) * 8, is_packed=False, H=16, HV=16, shift=shift), "cuda")
+    cut = kda.cut(p, NUM_SMS)
+    assert cut.clusters == NUM_SMS // 2
+    two, first, second = (torch.empty_like(x.v) for _ in range(3))
+    states = [torch.empty_like(x.initial_state) for _ in range(3)]
+    kda.run(p, x, kda.cut_into(p, 100, NUM_SMS), states[0], two)
+    for state, o in ((states[1], first), (states[2], second)):
+        kda.run(p, x, cut, state, o)
+    assert torch.equal(first, second) and torch.equal(states[1], states[2])
+    assert relative_error(first, two.double()) < 1e-3
+    assert relative_error(states[1], states[0].double()) < 1e-4
 
 
 @pytest.mark.gpu
@@ -533,6 +602,31 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
     assert 0 <= cut.helpers <= max(cut.segments - 1, 0)
     if cut.helpers:
         assert N == 1 and cut.has_maps and (cut.segments + cut.helpers) * HV <= NUM_SMS
+
+
+@pytest.mark.parametrize(
+    ("change", "clusters"),
+    [
+        ({"H": 64, "HV": 64}, 64),
+        ({"B": 2, "N": 2, "H": 64, "HV": 64}, 66),
+        ({"B": 8, "N": 8, "H": 48, "HV": 96}, 66),
+        ({"H": 96, "HV": 96}, 0),  # the second turn would leave many idle
+        ({"H": 16, "HV": 16}, 0),
+        ({"N": 8, "H": 96, "HV": 96, "is_packed": True}, 0),
+        ({"H": 64, "HV": 64, "g_dtype": torch.float32}, 0),
+        ({"H": 64, "HV": 64, "has_scalar_gate": True}, 0),
+        ({"H": 64, "HV": 64, "sm": (10, 0)}, 0),
+        ({"H": 64, "HV": 64, "options": HOPPER.options}, 0),  # keys as they come
+    ],
+    ids=str,
+)
+def test_one_pass_where_it_fills_the_gpu(change, clusters):
+    problem = dataclasses.replace(
+        HOPPER, **{"options": dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True), **change}
+    )
+    cut = kda.cut(problem, NUM_SMS)
+    assert cut.clusters == clusters
+    assert (cut.bytes(problem.HV) == 0) == (clusters > 0)
 
 
 def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():

@@ -77,16 +77,19 @@ def below(sA, i, j):
 
 
 @cute.jit
-def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, cols: cute.Tensor):
-    """cols[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
+def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, out: cute.Tensor):
+    """out[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
 
     A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
     rounded to 16 bits in the end; what is in shared memory has been rounded to it.
     """
     r, c = lane // 4, lane % 4
-    first = sD[None, None, wid]
+    first, cols = sD[None, None, wid], cute.make_rmem_tensor((32,), F32)
     for e in cutlass.range_constexpr(8):
         cols[e] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
+    flat(cols, 8, 24).fill(0.0)  # never undefined: to the compiler that would be alive from the start
+    out.fill(0.0)
+    flat(out, 0, 8).store(flat(cols, 0, 8).load().to(out.element_type))
     for d in cutlass.range_constexpr(1, 4):
         if wid + d < 4:
             b = cute.make_rmem_tensor(((2,), 2, 2), F32)
@@ -102,3 +105,4 @@ def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I
             for e in cutlass.range_constexpr(8):
                 cols[e + 8 * d] = -last[e]
             round_tf32(flat(cols, 8 * d, 8))
+            flat(out, 8 * d, 8).store(flat(cols, 8 * d, 8).load().to(out.element_type))

@@ -58,6 +58,60 @@ class Target(NamedTuple):
     blocks: int  # of the smallest prepare kernel on a multiprocessor: as many as registers allow without spills
 
 
+class Operands(NamedTuple):
+    """The tensors of a call."""
+
+    q: Any  # [T, H, 128]
+    k: Any
+    v: Any  # [T, HV, 128]
+    o: Any
+    gates: Any  # [T, HV], where there is one a head
+    g: Any  # [T, HV, 128]; k where there is one gate a head
+    beta: Any  # [T, HV], as float32
+    beta16: Any  # and as bfloat16
+    A_log: Any  # [HV]
+    dt_bias: Any  # [HV, 128]
+    cu: Any  # [N + 1]
+    h0: Any  # [N, HV, dv, dk]
+    ht: Any
+
+
+def operands(addresses: Any, strides: Any, sizes: Any, kind: Kind) -> Operands:
+    q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu = addresses
+    of_q, of_k, of_v, of_g, of_o, beta_token = strides
+    T, N, H, HV = sizes
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, of_q), (k, of_k))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, of_v), (o, of_o))]
+    at_g = at_address(kind.g_type, g, kind.g_type.width // 8 if kind.is_scalar else 16)
+    by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    return Operands(
+        q=mQ,
+        k=mK,
+        v=mV,
+        o=mO,
+        gates=cute.make_tensor(at_g, cute.make_layout((T, HV), stride=of_g)),
+        g=mK if kind.is_scalar else of_tokens(at_g, T, HV, 128, of_g),
+        beta=cute.make_tensor(at_address(F32, beta, 4), by_token),
+        beta16=cute.make_tensor(at_address(BF16, beta, 2), by_token),
+        A_log=cute.make_tensor(at_address(F32, A_log, 4), cute.make_layout(HV)),
+        dt_bias=cute.make_tensor(
+            at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=(1, 0) if kind.is_scalar else (128, 1))
+        ),
+        cu=cute.make_tensor(at_address(I32, cu, 4), cute.make_layout(N + 1)),
+        h0=cute.make_tensor(at_address(F32, h0, 16), states),
+        ht=cute.make_tensor(at_address(F32, ht, 16), states),
+    )
+
+
+def prepare_mmas() -> tuple[Any, Any, Any]:
+    """Products of `kda_prepare`: of fp16, bf16 and tf32."""
+    of_16, shape = [warp.MmaF16BF16Op(t, F32, (16, 8, 16)) for t in (F16, BF16)], (16, 16, 16)
+    mma_f16, mma_bf16 = [cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=shape) for op in of_16]
+    return mma_f16, mma_bf16, cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1))
+
+
 @cute.jit
 def kda_host(
     q: Int64,
@@ -111,21 +165,12 @@ def kda_host(
     there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16.
     """
     dtype = kind.dtype
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
-    of_g = at_address(kind.g_type, g, kind.g_type.width // 8 if cutlass.const_expr(kind.is_scalar) else 16)
-    gates = cute.make_tensor(of_g, cute.make_layout((T, HV), stride=(g_token, g_head)))
-    mG = mK if cutlass.const_expr(kind.is_scalar) else of_tokens(of_g, T, HV, 128, (g_token, g_head))
-    by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
-    mBeta = cute.make_tensor(at_address(F32, beta, 4), by_token)
-    mBeta16 = cute.make_tensor(at_address(BF16, beta, 2), by_token)
-    mA = cute.make_tensor(at_address(F32, A_log, 4), cute.make_layout(HV))
-    of_bias = (1, 0) if cutlass.const_expr(kind.is_scalar) else (128, 1)
-    mBias = cute.make_tensor(at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=of_bias))
-    mCu = cute.make_tensor(at_address(I32, cu, 4), cute.make_layout(N + 1))
-    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
-    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
-    mH0, mHt = [cute.make_tensor(at_address(F32, a, 16), states) for a in (h0, ht)]
+    mQ, mK, mV, mO, gates, mG, mBeta, mBeta16, mA, mBias, mCu, mH0, mHt = operands(
+        (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu),
+        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
+        (T, N, H, HV),
+        kind,
+    )
 
     records = chunks * HV
     maps = segments * HV
@@ -153,8 +198,6 @@ def kda_host(
     (tma_q, gQ), (tma_k, gK) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK)]
     tma_g, gG = tma_load(by_head(mG), lg, (64, 128))
     tma_out, gOut = tma_store(tiles, tile_layout(64, 128, dtype=dtype), (64, 128))
-    of_mma = lambda t: cute.make_tiled_mma(warp.MmaF16BF16Op(t, F32, (16, 8, 16)), (1, 1, 1), permutation_mnk=(16, 16, 16))
-    mma_tf32 = cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1))
     prepare_kernel(
         tma_q,
         gQ,
@@ -181,9 +224,7 @@ def kda_host(
         length,
         steps,
         HV // H,
-        of_mma(F16),
-        of_mma(BF16),
-        mma_tf32,
+        *prepare_mmas(),
         lt,
         lg,
         kind,

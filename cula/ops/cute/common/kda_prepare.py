@@ -28,7 +28,7 @@ layout
 | `first_pass`: k e^L, q e^L, kr, diagonal blocks of A and P | half of the channels | all warps |
 | `join_halves`, inverses of A's diagonal blocks | warps without a block below the diagonal | all warps |
 | `second_pass`: blocks below the diagonal; `scale_rows`: kb, qg | A and kb, or P and qg | |
-| `store_p`, `store_t`                       | P, or T                  | all warps     |
+| `place_p`, `invert` and `place_t`; `send_square` | P, or T             | all warps     |
 
 Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
 diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
@@ -57,6 +57,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import pipeline
+from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.inverse import inverse_pair
 from cula.ops.cute.common.kda_cut import place
@@ -64,17 +65,21 @@ from cula.ops.cute.common.kda_prepare_steps import (
     BETA,
     BOUND,
     KEYS,
+    LOWER_LEFT,
     TILE,
+    UPPER_RIGHT,
     Chunk,
     factors,
     first_pass,
+    invert,
     join_halves,
     norms,
+    place_p,
+    place_t,
     room,
     scale_rows,
     second_pass,
-    store_p,
-    store_t,
+    send_square,
     sum_gates,
     triangles,
 )
@@ -163,6 +168,56 @@ def load_tiles(loads: Any, t0: Any, bars: Any) -> None:
 
 
 @cute.jit
+def read_ahead(x: cutlass.Constexpr, gates: cutlass.Constexpr, thread: I32, hv: I32, t0: I32):
+    """Beta of our two rows, gates of our rows if there is one a head, and the slope of gates; their bias to shared memory."""
+    mG, mBeta, mBeta16, beta_bits, mA, mBias = gates
+    bias = x.room.bias
+    raw_b, raw_g = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor(((2, 2), 1), x.kind.g_type)
+    for i in cutlass.range_constexpr(2):
+        t = t0 + cutlass.min(16 * x.block_row + x.r + 8 * i, x.left - 1)
+        if beta_bits == 32:
+            raw_b[i] = mBeta[t, hv]
+        else:
+            raw_b[i] = mBeta16[t, hv].to(F32)
+    if cutlass.const_expr(x.kind.is_scalar):
+        for e in cutlass.range_constexpr(4):
+            raw_g[e] = mG[t0 + cutlass.min(16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.left - 1), hv]
+    slope = F32(-LOG2E)
+    if cutlass.const_expr(x.kind.has_gate):
+        slope = F32(-LOG2E) * cute.math.exp2(mA[hv] * F32(LOG2E))
+        if thread < 128:
+            bias[thread] = slope * mBias[hv, thread]
+    return raw_b, raw_g, slope
+
+
+@cute.jit
+def clear_past_end(loads: cutlass.Constexpr, thread: I32, left: I32):
+    """Rows past the end of a sequence, which belong to someone else."""
+    row = thread >> 2
+    if row >= left:
+        for _, s, _, _, _ in loads:
+            zero = cute.make_rmem_tensor((1, 8), s.element_type)
+            zero.fill(0.0)
+            for p in cutlass.range_constexpr(4):
+                cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, (thread & 3) * 4 + p)))
+
+
+@cute.jit
+def strengths(x: cutlass.Constexpr, raw: cute.Tensor, beta_top: F32):
+    """b of our two rows, which shared memory gets too."""
+    beta, b = x.room.beta, cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
+        t = 16 * x.block_row + x.r + 8 * i
+        b[i] = raw[i]
+        if beta_top > F32(0.0):  # beta is raw
+            b[i] = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(raw[i] * F32(-LOG2E), fastmath=True))
+        b[i] = b[i] if t < x.left else F32(0.0)
+        if x.c == 0 and x.side == KEYS:
+            beta[t] = b[i]
+    return b
+
+
+@cute.jit
 def prepare_chunk(
     tma: cutlass.Constexpr,
     gates: cutlass.Constexpr,
@@ -182,7 +237,6 @@ def prepare_chunk(
 ):
     """The chunk that begins at token t0 and has `left` tokens (or more than 64: then the rest is another chunk's)."""
     tma_q, gQ, tma_k, gK, tma_g, gG, tma_tiles, gTiles = tma
-    mG, mBeta, mBeta16, beta_bits, mA, mBias = gates
     mT, mP, mVec = results
     lt, lg = layouts
     has_channels = not kind.is_scalar
@@ -192,11 +246,11 @@ def prepare_chunk(
     side, block_row = wid >> 2, wid & 3
     lane = cute.arch.lane_idx()
     r, c = lane >> 2, lane & 3
-    here = room(lt, lg, kind)
+    here = room(SmemAllocator(), lt, lg, kind)
     x = Chunk(here, kind, mmas, side, block_row, lane, r, c, left)
 
     # -- g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once
-    loads = [(tma_k, here.kq[None, None, 0], gK, h, 1), (tma_q, here.kq[None, None, 1], gQ, h, 1)]
+    loads = [(tma_k, here.k, gK, h, 1), (tma_q, here.q, gQ, h, 1)]
     if cutlass.const_expr(has_channels):
         loads = [(tma_g, here.g, gG, hv, 0), *loads]
     if wid == 0:
@@ -211,53 +265,25 @@ def prepare_chunk(
                 cute.arch.mbarrier_arrive_and_expect_tx(here.bars, cute.size_in_bytes(kind.g_type, lg))
             cute.arch.mbarrier_arrive_and_expect_tx(here.bars + 1, 2 * TILE)
         load_tiles(loads[:1] if cutlass.const_expr(has_channels) else loads, t0, here.bars)
-    # so are beta of our two rows and the gate's constants; nobody waits for them yet
-    raw_b = cute.make_rmem_tensor((2,), F32)
-    for i in cutlass.range_constexpr(2):
-        t = t0 + cutlass.min(16 * block_row + r + 8 * i, left - 1)
-        if beta_bits == 32:
-            raw_b[i] = mBeta[t, hv]
-        else:
-            raw_b[i] = mBeta16[t, hv].to(F32)
-    raw_g = cute.make_rmem_tensor(((2, 2), 1), kind.g_type)  # one gate a head: those of our rows
-    if cutlass.const_expr(not has_channels):
-        for e in cutlass.range_constexpr(4):
-            raw_g[e] = mG[t0 + cutlass.min(16 * block_row + 2 * c + e % 2 + 8 * (e // 2), left - 1), hv]
-    slope = F32(-LOG2E)
-    if cutlass.const_expr(kind.has_gate):
-        slope = F32(-LOG2E) * cute.math.exp2(mA[hv] * F32(LOG2E))
-        if tid < 128:
-            here.bias[tid] = slope * mBias[hv, tid]
+    raw_b, raw_g, slope = read_ahead(x, gates, tid, hv, t0)  # nobody waits for them yet
     until, after = triangles(r, c)
     if cutlass.const_expr(has_channels):
         cute.arch.mbarrier_wait(here.bars, 0)
         if wid == 0:
             load_tiles(loads[1:], t0, here.bars)
-    if left < 64:  # rows past the end belong to someone else
+    if left < 64:
         cute.arch.mbarrier_wait(here.bars + 1, 0)
-        row = tid // 4
-        if row >= left:
-            for _, s, _, _, _ in loads:
-                zero = cute.make_rmem_tensor((1, 8), s.element_type)
-                zero.fill(0.0)
-                for p in cutlass.range_constexpr(4):
-                    cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, tid % 4 * 4 + p)))
+        clear_past_end(loads, tid, left)
     cute.arch.sync_threads()  # the bias is there, too
 
     # -- decays, norms, beta
     L, rest = sum_gates(x, raw_g, slope, lower, until, after)
     cute.arch.mbarrier_wait(here.bars + 1, 0)
     size, inverse = norms(x, scale)
-    b = cute.make_rmem_tensor((2,), F32)
-    for i in cutlass.range_constexpr(2):
-        t = 16 * block_row + r + 8 * i
-        raw = raw_b[i]
-        if beta_top > F32(0.0):  # beta is raw
-            raw = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(raw * F32(-LOG2E), fastmath=True))
-        b[i] = raw if t < left else F32(0.0)
-        if c == 0 and side == KEYS:
-            here.beta[t] = b[i]
-            mVec[number, hv, BETA + t] = b[i]
+    b = strengths(x, raw_b, beta_top)
+    if c == 0 and side == KEYS:
+        for i in cutlass.range_constexpr(2):
+            mVec[number, hv, BETA + 16 * block_row + r + 8 * i] = b[i]
     cute.arch.sync_threads()
     factors(x, tid % 128, mVec[number, hv, None], b, size, inverse)
     cute.arch.sync_threads()
@@ -292,13 +318,17 @@ def prepare_chunk(
     # -- P, then T
     p_has_left = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
     if side == KEYS:
-        store_t(x, scores, b, mT, record, p_has_left, has_zeros)
+        cols = invert(x, scores, b, pipeline.NamedBarrier(barrier_id=1, num_threads=128))
+        p_has_left.arrive_and_wait()
+        place_t(x, cols, here.out)
+        send_square(x, mT, record, None if cutlass.const_expr(has_zeros) else LOWER_LEFT)
     else:
         if wid == TMA_WARP:
             for i in cutlass.range_constexpr(2):
                 to_memory(here.kb_qg[None, None, i], i)
             cute.arch.cp_async_bulk_commit_group()
-        store_p(x, scores, diagonal_p, L, mP, record, has_zeros)
+        place_p(x, scores, diagonal_p, L)
+        send_square(x, mP, record, None if cutlass.const_expr(has_zeros) else UPPER_RIGHT)
         p_has_left.arrive()
         if wid == TMA_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
-from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.fragments import (
     activate,
@@ -59,11 +57,14 @@ class Kind(NamedTuple):
 class Room(NamedTuple):
     """Shared memory. Tables have a row of 128 channels for each block of 16 tokens."""
 
-    kq: Any  # k, q; then kb_qg
-    kb_qg: Any
+    k: Any
+    q: Any
+    to_q: int  # bytes from k
+    kb_qg: Any  # in the places of k and q; where they stay, of g and q
     kl_ql: Any  # k e^L, q e^L between the passes: fp16 rounds them before the last factors are multiplied in, and in place
     g: Any
-    kr: Any  # first its decays, as fp16, in the place of g
+    steps: Any  # log2 decays of tokens, as fp16, in the place of g
+    kr: Any  # in the place of g; where it stays, of k
     sums: Any  # L_16
     inverses: Any  # e^{-L_16}
     after: Any  # e^{G_C - G after the block}
@@ -74,6 +75,8 @@ class Room(NamedTuple):
     keys: Any  # [8 values, lane, 16-channel step, block]: keys as B operands
     below: Any  # A by blocks below the diagonal, in the place of `keys`
     diagonal: Any  # A's blocks on it; then their inverses
+    T: Any  # in the place of `keys` too, where T and P stay
+    decays: Any  # [128], e^{G_C}, where they stay
     bias: Any  # [128]
     norms: Any  # [64, side], inverse
     tops: Any  # [64, side], the largest decay
@@ -82,32 +85,64 @@ class Room(NamedTuple):
     bars: Any
 
 
-def room(lt: Any, lg: Any, kind: Kind) -> Room:
-    smem = SmemAllocator()
+class Arena:
+    """Hands out pieces of shared memory from a pointer on, which need not be known when the kernel is compiled."""
+
+    def __init__(self, start: Any) -> None:
+        self.start, self.used = start, 0
+
+    def allocate(self, size: int, alignment: int) -> Any:
+        at = -(-self.used // alignment) * alignment
+        self.used = at + size
+        return (self.start + at).align(alignment)
+
+    def allocate_tensor(self, dtype: Any, layout: Any, byte_alignment: int, swizzle: Any = None) -> Any:
+        start = self.allocate(cute.cosize(layout) * dtype.width // 8, byte_alignment)
+        return cute.make_tensor(cute.recast_ptr(start, swizzle, dtype), layout)
+
+    def allocate_array(self, dtype: Any, n: int) -> Any:
+        return cute.recast_ptr(self.allocate(n * dtype.width // 8, 8), dtype=dtype)
+
+
+def room(smem: Any, lt: Any, lg: Any, kind: Kind, stays: bool = False) -> Room:
+    """`stays`: all that the state is walked with, kb, qg, kr, P, e^{G_C}, b and T, comes first, in this order, without gaps."""
     dtype, is_f16 = kind.dtype, kind.dtype is F16
     wide = F16 if is_f16 else F32
     pair, square = tile_layout(64, 128, 2), tile_layout(64, 64, dtype=dtype)
-    kq = allocate_tile(smem, pair)
-    kb_qg = tile_at(kq, pair, dtype)
-    g = None if kind.is_scalar else allocate_tile(smem, lg, kind.g_type)
-    kr = tile_at(g, lt, dtype) if g is not None and kind.g_type.width == 16 else allocate_tile(smem, lt, dtype)
-    kl_ql = kb_qg if is_f16 else allocate_tile(smem, pair, dtype)
+    if stays:  # g where kb will be, which is the first that the walk is done with
+        kb_qg, kr = allocate_tile(smem, pair, dtype), allocate_tile(smem, lt, dtype)
+        kl_ql, k, q, to_q = kb_qg, tile_at(kr, lt, BF16), tile_at(kb_qg[None, None, 1], lt, BF16), -TILE
+        g = None if kind.is_scalar else tile_at(kb_qg, lg, kind.g_type)
+        steps = tile_at(kb_qg, lt, F16)
+    else:
+        kq = allocate_tile(smem, pair)
+        k, q, to_q, kb_qg = kq[None, None, 0], kq[None, None, 1], TILE, tile_at(kq, pair, dtype)
+        g = None if kind.is_scalar else allocate_tile(smem, lg, kind.g_type)
+        kr = tile_at(g, lt, dtype) if g is not None and kind.g_type.width == 16 else allocate_tile(smem, lt, dtype)
+        kl_ql, steps = kb_qg if is_f16 else allocate_tile(smem, pair, dtype), kr
     tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
 
     def table(at: int, t: Any, rows: int = 4) -> Any:
         return cute.make_tensor(cute.recast_ptr(tables + at, dtype=t), cute.make_layout((rows, 128), stride=(128, 1)))
 
+    by_block = cute.make_layout((4, 128), stride=(128, 1))
+
     def vector(*shape: int) -> Any:
         return smem.allocate_tensor(F32, cute.make_layout(shape), byte_alignment=16)
 
-    keys = smem.allocate_tensor(dtype, cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048)), byte_alignment=16)
+    decays, beta = (vector(128), vector(128)) if stays else (None, None)
+    of_keys = cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048))
+    keys = smem.allocate_tensor(dtype, of_keys, byte_alignment=1024 if stays else 16)
     return Room(
-        kq=kq,
+        k=k,
+        q=q,
+        to_q=to_q,
         kb_qg=kb_qg,
         kl_ql=kl_ql,
         g=g,
+        steps=steps,
         kr=kr,
-        sums=table(0, F32),
+        sums=cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=F32), by_block) if stays else table(0, F32),
         inverses=table(2048, F32),
         after=table(4096, wide),
         before=table(4096 + 4 * 128 * wide.width // 8, wide),
@@ -117,10 +152,12 @@ def room(lt: Any, lg: Any, kind: Kind) -> Room:
         keys=keys,
         below=cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=F32), blocks(6)),
         diagonal=smem.allocate_tensor(F32, blocks(4), byte_alignment=16),
+        T=cute.make_tensor(cute.recast_ptr(keys.iterator, square.inner, dtype), square.outer) if stays else None,
+        decays=decays,
         bias=vector(128),
         norms=vector(64, 2),
         tops=vector(64, 2),
-        beta=vector(64),
+        beta=beta or vector(64),
         bound=vector(4),
         bars=smem.allocate_array(cutlass.Int64, 2),
     )
@@ -210,7 +247,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
     else:
         g_at, decay_at, bias_at, sum_at = (
             x.at(here.g),
-            x.at(here.kr),
+            x.at(here.steps),
             address(here.bias) + 256 * x.side + 4 * x.r,
             x.pairs_of(here.sums),
         )
@@ -244,7 +281,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
 def norms(x: cutlass.Constexpr, scale: F32):
     """(squares, inverse norms) of rows r and r + 8 of our k or q. Squares are the diagonal of x x^T."""
     here, (_, mma_bf16, _) = x.room, x.mmas
-    own_at = x.at(here.kq, 128)
+    own_at = lane_address(here.k, x.block_row, x.lane) + here.to_q * x.side
     squares = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
     squares.fill(0.0)
     for half in cutlass.range(2, unroll=1):
@@ -311,24 +348,24 @@ def first_pass(
     here, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.room, x.kind, x.mmas
     is_f16 = dtype is F16
     wide = here.after.element_type
-    inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
-    for i in cutlass.range_constexpr(2):
-        row = 16 * x.block_row + x.r + 8 * i
-        inv_k[i], inv_q[i] = here.norms[row, KEYS], here.norms[row, QUERIES]
     diagonal_a, diagonal_p = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
     diagonal_a.fill(0.0)
     diagonal_p.fill(0.0)
-    k_at = x.at(here.kq)  # q is a tile further, others where `from_k` says: one address for all
-    from_k = lambda t: address(t) - address(here.kq)
+    k_at = x.at(here.k)  # others are where `from_k` says: one address for all
+    from_k = lambda t: address(t) - address(here.k)
     back_at, post_at, pre_at = x.pairs_of(here.inverses), x.pairs_of(here.after), x.pairs_of(here.before)
     key_at = address(here.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
     step = 16 * wide.width // 8
-    for n in cutlass.range_constexpr(4):
+    for n in cutlass.range(4, unroll=4 if cutlass.const_expr(here.T is None) else 1):  # in a loop over chunks registers are fewer
         decays = cute.make_rmem_tensor((8,), F16)
         if cutlass.const_expr(not is_scalar):
-            decays = load_matrix((k_at ^ 32 * n) + from_k(here.kr), F16, True)
-        raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, TILE)]
+            decays = load_matrix((k_at ^ 32 * n) + from_k(here.steps), F16, True)
+        raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, here.to_q)]
         back, post = read_factors(back_at + 64 * n, F32), read_factors(post_at + step * n, wide)
+        inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]  # each time: registers are few
+        for i in cutlass.range_constexpr(2):
+            row = 16 * x.block_row + x.r + 8 * i
+            inv_k[i], inv_q[i] = here.norms[row, KEYS], here.norms[row, QUERIES]
         since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
         if cutlass.const_expr(is_scalar):
             for e in cutlass.range_constexpr(8):
@@ -489,17 +526,11 @@ def scale_rows(x: cutlass.Constexpr, b: cute.Tensor):
 
 
 @cute.jit
-def store_p(
-    x: cutlass.Constexpr,
-    scores: cute.Tensor,
-    diagonal: cute.Tensor,
-    L: cute.Tensor,
-    m: cute.Tensor,
-    record: I32,
-    has_zeros: cutlass.Constexpr,
-):
-    """Our rows of P, by way of shared memory."""
+def place_p(x: cutlass.Constexpr, scores: cute.Tensor, diagonal: cute.Tensor, L: cute.Tensor):
+    """Our rows of P to shared memory (`out`)."""
     here, dtype = x.room, x.kind.dtype
+    lower = cute.make_rmem_tensor((24,), dtype)
+    lower.store(flat(scores, 0, 24).load().to(dtype))
     for j in cutlass.range_constexpr(2):
         half = cute.make_rmem_tensor((4,), F32)
         cute.autovec_copy(here.halves[None, j, x.lane, x.block_row], half)
@@ -516,28 +547,15 @@ def store_p(
     store_matrix(block, out_at ^ 32 * x.block_row)
     for d in cutlass.range_constexpr(1, 4):
         if x.block_row >= d:
-            block.store(flat(scores, 8 * (d - 1), 8).load().to(dtype))
-            store_matrix(block, out_at ^ 32 * (x.block_row - d))
+            store_matrix(flat(lower, 8 * (d - 1), 8), out_at ^ 32 * (x.block_row - d))
         if x.block_row + d < 4:
             store_matrix(nothing, out_at ^ 32 * (x.block_row + d))
-    if cutlass.const_expr(has_zeros):
-        store_rows(here.out, m, x.block_row, x.lane, record)
-    else:
-        store_quarters(here.out, m, x.block_row, x.lane, record, UPPER_RIGHT)
 
 
 @cute.jit
-def store_t(
-    x: cutlass.Constexpr,
-    scores: cute.Tensor,
-    b: cute.Tensor,
-    m: cute.Tensor,
-    record: I32,
-    p_has_left: cutlass.Constexpr,
-    has_zeros: cutlass.Constexpr,
-):
-    """Our rows of T^T, block column J = block_row of T, the same way after P."""
-    here, dtype = x.room, x.kind.dtype
+def invert(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor, keys_wait: cutlass.Constexpr):
+    """Our rows of T^T, block column J = block_row of T. `keys_wait`: a barrier of the warps of the keys."""
+    here = x.room
     for d in cutlass.range_constexpr(1, 4):
         if x.block_row >= d:
             block_a = below(here.below, x.block_row, x.block_row - d)
@@ -547,20 +565,28 @@ def store_t(
                     two[0], two[1] = scores[e] * b[ri], scores[e + 1] * b[ri]
                     round_tf32(two)
                     cute.autovec_copy(two, cute.local_tile(block_a, (1, 2), (x.r + 8 * ri, 4 * nb + x.c)))
-    pipeline.NamedBarrier(barrier_id=1, num_threads=128).arrive_and_wait()
-    cols = cute.make_rmem_tensor((32,), F32)
+    keys_wait.arrive_and_wait()
+    cols = cute.make_rmem_tensor((32,), x.kind.dtype)
     inverse_columns(x.mmas[2], here.below, here.diagonal, x.block_row, x.lane, cols)
-    out_at = lane_address(here.out, x.block_row, x.lane)
-    block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
+    return cols
+
+
+@cute.jit
+def place_t(x: cutlass.Constexpr, cols: cute.Tensor, to: cute.Tensor):
+    """They go to a tile in shared memory."""
+    out_at, nothing = lane_address(to, x.block_row, x.lane), cute.make_rmem_tensor((8,), x.kind.dtype)
     nothing.fill(0.0)
-    p_has_left.arrive_and_wait()
     for d in cutlass.range_constexpr(4):
         if x.block_row + d < 4:
-            block.store(flat(cols, 8 * d, 8).load().to(dtype))
-            store_matrix(block, out_at ^ 32 * (x.block_row + d))
+            store_matrix(flat(cols, 8 * d, 8), out_at ^ 32 * (x.block_row + d))
         if d > 0 and x.block_row >= d:
             store_matrix(nothing, out_at ^ 32 * (x.block_row - d))
-    if cutlass.const_expr(has_zeros):
-        store_rows(here.out, m, x.block_row, x.lane, record)
+
+
+@cute.jit
+def send_square(x: cutlass.Constexpr, m: cute.Tensor, record: I32, absent: cutlass.Constexpr):
+    """Our rows of what lies in `out` to global memory: all, or by quarters without an `absent` one."""
+    if cutlass.const_expr(absent is None):
+        store_rows(x.room.out, m, x.block_row, x.lane, record)
     else:
-        store_quarters(here.out, m, x.block_row, x.lane, record, LOWER_LEFT)
+        store_quarters(x.room.out, m, x.block_row, x.lane, record, absent)
