@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -476,7 +476,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ch
         *args, **kwargs: the arguments of the call; tensors on the "meta" device will do.
 
     Returns:
-        A `Choice`: `.name` of the backend, `.passed_over` with reasons, and a readable `str()`.
+        A `Choice`: `.name` of the backend, `.how` it would go about it where it says, `.passed_over` with reasons, and a
+        readable `str()`.
 
     Example:
         >>> import torch, cula
@@ -513,7 +514,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ch
         problem, _, _ = contract.check_decode(DecodeInputs(*(a[f] for f in DecodeInputs._fields)), decode_options)
     choice = choose(op, problem, a["backend"])
     _refuse_unknown(f"cula_{name}", a["kwargs"], choice)
-    return choice
+    return replace(choice, how=choice.backend.how(op, problem)) if choice.backend.how else choice
 
 
 def _check_values(

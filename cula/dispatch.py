@@ -55,6 +55,7 @@ class Backend:
     requires: tuple[str, ...] = ()  # importable modules that must be installed
     install: str = ""  # how to get them
     options: frozenset[str] = frozenset()  # backend-specific keywords it takes
+    how: Callable[[str, Problem], str | None] | None = None  # what it would do with a call that it takes, as a phrase
 
     def missing(self) -> str | None:
         """What is not installed, as a sentence; None if all is there."""
@@ -88,6 +89,7 @@ class Choice:
     op: str
     backend: Backend
     passed_over: tuple[tuple[str, str], ...]  # (backend, reason)
+    how: str | None = None  # what the backend would do with it, where it says; `cula.explain` asks
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend.name} ({self.backend.summary})"]
+        lines += [f"  {self.how}"] if self.how else []
         lines += [f"  passed over {name}: {reason}" for name, reason in self.passed_over]
         return "\n".join(lines)
 
@@ -165,6 +168,15 @@ def _cute_sm100_why_not(op: str, problem: Problem) -> str | None:
     return reason or loader.missing(kda.ARCH_OF[problem.sm]) or first_use.objection(problem)
 
 
+def _cute_how(op: str, problem: Problem) -> str | None:
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if not isinstance(problem, KdaProblem) or gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
+        return None
+    from cula.ops.cute import kda  # see above
+
+    return kda.how(problem, torch.cuda.get_device_properties(gpu).multi_processor_count)
+
+
 def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | None:
     """What no CuTe kernel for these compute capabilities takes."""
     if problem.sm not in sms:
@@ -231,6 +243,7 @@ BACKENDS: tuple[Backend, ...] = (
         device="cuda",
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",
+        how=_cute_how,
     ),
     Backend(
         "cute_sm100",
@@ -240,6 +253,7 @@ BACKENDS: tuple[Backend, ...] = (
         device="cuda",
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",
+        how=_cute_how,
     ),
     Backend(
         "triton",

@@ -52,9 +52,8 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     """Segments enough to give every multiprocessor one, but no more than about the square root of a sequence's chunks: each
     costs the later ones a step where the gate forgets slowly, and a chunk or two walked twice where it forgets fast."""
     p = problem
-    clusters = clusters_for(p, num_sms)
-    if clusters:
-        return in_one_pass(clusters)
+    if why_two_kernels(p, num_sms) is None:
+        return in_one_pass(min(p.N * p.HV, num_sms // 2))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
@@ -75,16 +74,31 @@ def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
     return Cut(chunks, segments, per_segment, segments > p.N, helpers)
 
 
-def clusters_for(problem: KdaProblem, num_sms: int) -> int:
-    """How many clusters do a call in one pass (`sm90/kda_fused.py`), if that is faster; else 0. Of packed sequences the lengths
-    are not known here, and may be such that some clusters have much more to do than others."""
+def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
+    """Why a call is not done in one pass (`sm90/kda_fused.py`), as a sentence; None if it is."""
     p = problem
-    has_kernel = p.sm == (9, 0) and p.options.use_qk_l2norm_in_kernel and p.g_dtype is torch.bfloat16 and not p.has_scalar_gate
+    if p.sm != (9, 0):
+        return "one pass is Hopper's"
+    if not p.options.use_qk_l2norm_in_kernel:
+        return "one pass takes keys that the kernel normalises"
+    if p.has_scalar_gate or p.g_dtype is not torch.bfloat16:
+        return "one pass takes gates in bfloat16, one a channel"
+    if p.is_packed:
+        return "lengths of packed sequences are not known here, and one pass needs them to be alike"
     clusters, heads = num_sms // 2, p.N * p.HV
-    if not has_kernel or p.is_packed or clusters == 0:
-        return 0
     turns = -(-heads // clusters)
-    return min(heads, clusters) if heads >= FULL * turns * clusters else 0
+    if heads < FULL * turns * clusters:
+        return f"N HV = {heads} would leave many of {clusters} clusters idle"
+    return None
+
+
+def how(problem: KdaProblem, num_sms: int) -> str:
+    """What a call does on a GPU, for `cula.explain`."""
+    made, reason = cut(problem, num_sms), why_two_kernels(problem, num_sms)
+    if reason is None:
+        return f"one pass on {made.clusters} clusters of two multiprocessors, no workspace"
+    parts = f"segments of {made.per_segment} chunks of {CHUNK} tokens" if made.has_maps else "whole sequences"
+    return f"two kernels, {parts}, {made.bytes(problem.HV) / 2**20:.3g} MiB of workspace: {reason}"
 
 
 def in_one_pass(clusters: int) -> Cut:

@@ -627,6 +627,16 @@ def test_one_pass_where_it_fills_the_gpu(change, clusters):
     cut = kda.cut(problem, NUM_SMS)
     assert cut.clusters == clusters
     assert (cut.bytes(problem.HV) == 0) == (clusters > 0)
+    assert kda.how(problem, NUM_SMS).startswith(f"one pass on {clusters} clusters" if clusters else "two kernels, ")
+
+
+def test_explain_says_how_a_call_is_done(monkeypatch):
+    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True))
+    assert kda.how(problem, NUM_SMS).endswith(": N HV = 96 would leave many of 66 clusters idle")
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    choice = dataclasses.replace(choose("kda_fwd", problem), how=kda.how(problem, NUM_SMS))
+    assert str(choice).splitlines()[1].startswith("  two kernels, whole sequences, 780 MiB of workspace: ")
+    assert choose("kda_fwd", problem).backend.how is not None
 
 
 def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():
