@@ -170,7 +170,7 @@ def check(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """`kda.run` on CPU tensors, its kernels in the interpreter; a function that breaks them, if given, and the order of work."""
+    """`kda.run` on CPU tensors, its kernels in the interpreter; for the function returned see `ptx.interpret`."""
     if build.missing() is not None:
         pytest.skip(str(build.missing()))
 
@@ -290,6 +290,37 @@ def test_one_pass_waits_for_all_that_it_needs(interpreted, what):
     place, order = WAITS[what]
     interpreted(order, replace(WAIT, NO_WAIT, place))
     assert not is_right(HOPPER_SM, clusters=1)
+
+
+# Races in shared memory
+
+
+def test_one_pass_has_no_races(interpreted):
+    interpreted("late", races=True)
+    check(ONE_PASS[0], "cpu")
+    check(ONE_PASS[1], "cpu")
+
+
+@of_each
+def test_two_kernels_have_no_races(interpreted, sm):
+    interpreted("late", races=True)
+    check(CASES[0], "cpu", sm)
+
+
+@pytest.mark.parametrize("place", range(11))
+def test_one_pass_needs_every_named_barrier(interpreted, place):
+    """Without any of them there is a race, whether or not an order of work lets it show in the numbers."""
+    interpreted("early", replace(r"bar\.sync \t%?\w+, \d+;", "", place), races=True)
+    with pytest.raises(ptx.SimulationError, match="a race: "):
+        errors(ONE_PASS[1], "cpu")
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_one_pass_needs_every_wait(interpreted, place):
+    """Likewise, but that without one of them a barrier gets too many arrivals before anything else."""
+    interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
+    with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
+        errors(ONE_PASS[1], "cpu")
 
 
 def flipped(bit: int, *places: int):

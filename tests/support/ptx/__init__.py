@@ -3,6 +3,7 @@
 
     simulate("kda_fwd", q, k, v, o, order="late")       # torch tensors or numpy arrays; o is written
     simulate(compiled("kda_fwd").edited(ptx=...), ...)  # the same, broken on purpose
+    simulate(..., races=True)                           # looks for accesses of shared memory that no barrier orders
     interpret(monkeypatch, backend_module)              # a whole backend on CPU tensors
 
 It is not a timing model, nor a memory model. What it does check: indices, swizzles, descriptors of wgmma, tcgen05 and TMA (as
@@ -11,8 +12,8 @@ the host code really builds them), fragments of ldmatrix, stmatrix and mma, clip
 between arrays, beyond the launch's shared memory or misaligned is an error.
 
 A correct kernel gives the same result in every order of `ORDERS`; between them these expose most missing waits. Not seen:
-proxy and tcgen05 fences, bank conflicts, registers, and races that no order happens to expose. Sums of products are
-exact and then rounded to fp32: once a chain for wgmma, once an instruction for tcgen05.
+proxy and tcgen05 fences, bank conflicts, registers, and races that no order happens to expose, unless they are looked for.
+Sums of products are exact and then rounded to fp32: once a chain for wgmma, once an instruction for tcgen05.
 
 It is fast because straight-line PTX is translated once into Python functions of numpy calls, and all warps that stand at the
 same place go through them together. Instructions that no kernel has used yet raise `Unsupported` with their text.
@@ -27,6 +28,7 @@ same place go through them together. Instructions that no kernel has used yet ra
 | `block.py`, `cluster.py`            | the scheduler of a block's warps; of the blocks of a cluster                  |
 | `launch.py`                         | the grid                                                                      |
 | `barriers.py`, `copies.py`          | named barriers and mbarriers; TMA, bulk copies, cp.async                      |
+| `races.py`                          | what barriers order, and accesses of shared memory that they do not           |
 | `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `memory.py`, `values.py`            | global memory, TMA descriptors, operands in shared memory; number formats     |
 """

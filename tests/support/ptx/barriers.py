@@ -10,17 +10,24 @@ from tests.support.ptx.values import U32, SimulationError, Unsupported
 
 
 class Wait(NamedTuple):
-    """Why a warp cannot go on: until `is_over()`; `finish`, if it has one, is then told True, or False if it gave up."""
+    """Why a warp cannot go on: until `is_over()`; `finish`, if it has one, is then told True, or False if it gave up.
+    `clock()` is what the warp then knows to have happened, if races are looked for."""
 
     is_over: object
     finish: object = None
+    clock: object = None
 
 
 class Mbarrier:
     """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
 
-    def __init__(self, count):
+    def __init__(self, count, races=None):
         self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+        if races is not None:
+            self.slot, self.phases = races.new_slot(), 0
+            # What those that come to this phase know, and those of phases that are over.
+            self.coming, self.known = races.new_clock(), races.new_clock()
+        self.races = races
 
     def arrive(self, n=1):
         self.pending -= n
@@ -32,9 +39,16 @@ class Mbarrier:
         """Announce n bytes, or with a negative n take note that they have come."""
         self.bytes += n
 
+    def know(self, clock):
+        """What comes to this phase by itself comes after what its issuer knew."""
+        if clock is not None:
+            np.maximum(self.coming, clock, out=self.coming)
+
     def settle(self):
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
+            if self.races is not None:
+                self.known, self.phases = self.coming.copy(), self.phases + 1
             self.pending = self.count
 
 
@@ -58,20 +72,24 @@ class Barriers:
         block = self.block
         number = int(block.value(i.args[0], "U", warp)[0])
         count = int(block.value(i.args[1], "U", warp)[0]) if len(i.args) > 1 else 32 * block.warps
-        # threads that have come, rounds that are over, the instruction that threads of this round wait at
-        barrier = self.named.setdefault(number, [0, 0, None])
+        # threads that have come, rounds that are over, the instruction that threads of this round wait at, what those know
+        barrier = self.named.setdefault(number, [0, 0, None, None])
         barrier[0] += 32
         rounds, waits = barrier[1], "arrive" not in i.parts
+        if block.races is not None:
+            barrier[3] = block.races.new_clock() if barrier[3] is None else barrier[3]
+            block.races.release(block, warp, barrier[3])
+        clock = barrier[3]
         if waits and i.parts[0] == "bar":  # which is short for barrier.aligned
             if barrier[2] not in (None, id(i)):
                 raise SimulationError(f"{i.text}: other threads wait at another instruction, which `bar` promises they do not")
             barrier[2] = id(i)
         if barrier[0] == count:
-            barrier[:] = 0, rounds + 1, None
+            barrier[:] = 0, rounds + 1, None, None
             block.cluster.progress += 1
         elif barrier[0] > count:
             raise SimulationError(f"{i.text}: more threads than the barrier's count")
-        return Wait(lambda: barrier[1] > rounds) if waits else None
+        return Wait(lambda: barrier[1] > rounds, clock=lambda: clock) if waits else None
 
     def mbarrier(self, i, warp, lanes):
         kind, block, A = i.parts[1], self.block, i.args
@@ -79,7 +97,7 @@ class Barriers:
             addresses, counts = block.address(A[0], warp), block.value(A[1], "U", warp)
             for lane in np.flatnonzero(lanes):
                 block.check_shared(int(addresses[lane]), 8, 8, i.text)
-                self.at[int(addresses[lane])] = Mbarrier(int(counts[lane]))
+                self.at[int(addresses[lane])] = Mbarrier(int(counts[lane]), block.races)
         elif kind in ("arrive", "expect_tx"):
             self.arrive(i, warp, lanes)
         elif kind in ("try_wait", "test_wait"):
@@ -96,6 +114,8 @@ class Barriers:
         find = self.find_in_cluster if "shared::cluster" in i.parts else self.find
         for lane in np.flatnonzero(lanes):
             barrier, n = find(addresses[lane]), int(numbers[lane])
+            if block.races is not None:
+                block.races.release(block, warp, barrier.coming)
             if expects:
                 barrier.expect(n)
             if arrives:
@@ -112,8 +132,10 @@ class Barriers:
         parity = block.uniform(block.value(i.args[2], "U", warp), lanes, "the parity")
         block.write(to, warp, True, lanes)
         if barrier.phase != parity:
+            if block.races is not None:
+                block.races.acquire(block, warp, barrier.known)
             return None
-        return Wait(lambda: barrier.phase != parity, lambda done: block.write(to, warp, done, lanes))
+        return Wait(lambda: barrier.phase != parity, lambda done: block.write(to, warp, done, lanes), lambda: barrier.known)
 
     def find(self, address):
         barrier = self.at.get(int(address))

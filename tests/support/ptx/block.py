@@ -54,7 +54,7 @@ class Block:
         for file, rows in self.registers.items():
             rows.fill(False if file == "P" else np.iinfo(rows.dtype).max)
         self.parameters, self.gmem, self.index, self.grid, self.order = parameters, gmem, index, grid, order
-        self.smem_bytes = smem_bytes
+        self.smem_bytes, self.races = smem_bytes, self.cluster.races
         self.smem = self.cluster.smem[self.rank]
         self.smem_rows = self.smem.view(U16).reshape(-1, 8)  # of 16 bytes
         self.smem_words = {width: self.smem.view(f"u{width}") for width in (1, 2, 4, 8)}
@@ -94,6 +94,8 @@ class Block:
                 self.cluster.progress += 1
                 if wait.finish:
                     wait.finish(True)
+                if self.races is not None and wait.clock:
+                    self.races.acquire(self, warp, wait.clock())
             place = self.place[warp]
             if place is None:
                 lanes = self.lane_places[warp]

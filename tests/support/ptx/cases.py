@@ -117,9 +117,9 @@ def compiled_case(name):
     return compiled(name, arch, modules)
 
 
-def check(name, order, code=None):
-    """Raise, or return whether the numbers are right. `code`: the kernel, edited."""
+def check(name, order, code=None, races=False):
+    """Raise, or return whether the numbers are right. `code`: the kernel, edited. `races`: whether to look for them."""
     *_, case, tolerance = CASES[name]
     torch.manual_seed(0)
     code = compiled_case(name) if code is None else code
-    return case(lambda *arguments: simulate(code, *arguments, order=order)) <= tolerance
+    return case(lambda *arguments: simulate(code, *arguments, order=order, races=races)) <= tolerance

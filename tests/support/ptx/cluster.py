@@ -10,22 +10,24 @@ import numpy as np
 
 from tests.support.ptx.barriers import Wait
 from tests.support.ptx.block import DONE, Block
+from tests.support.ptx.races import Races
 from tests.support.ptx.values import S64, SMEM_BASE, SMEM_WINDOW, SimulationError
 
 
 class Cluster:
     def __init__(self, program, shape):
-        self.shape = shape
+        self.program, self.shape = program, shape
         self.blocks = [Block(program, self, rank) for rank in range(math.prod(shape))]
         self.barrier = ClusterBarrier(self.blocks)
 
-    def start(self, parameters, gmem, index, grid, smem_bytes, order):
-        """Begin the cluster whose first block is `index` of a grid."""
+    def start(self, parameters, gmem, index, grid, smem_bytes, order, races=False):
+        """Begin the cluster whose first block is `index` of a grid; with `races`, look for them."""
         self.order = order
         self.events = []  # asynchronous work not done yet, the oldest first
         self.progress = 0  # how much has happened that a wait may be for
         self.smem = np.full((len(self.blocks), -(-smem_bytes // 1024) * 1024), 0xFF, np.uint8)
         self.smem_words = {width: self.smem.reshape(-1).view(f"u{width}") for width in (1, 2, 4, 8)}
+        self.races = Races(self, self.program) if races else None
         self.barrier.start()
         nx, ny, _ = self.shape
         for block in self.blocks:
@@ -95,6 +97,7 @@ class ClusterBarrier:
     def start(self):
         self.arrivals = np.zeros((len(self.blocks), self.blocks[0].threads), int)
         self.waits = np.zeros_like(self.arrivals)
+        self.clocks = {}  # what those that come to a round know, by its number
 
     def execute(self, block, i, warp, lanes):
         if not lanes.all():
@@ -105,11 +108,14 @@ class ClusterBarrier:
             raise SimulationError(f"{i.text}: arrive and wait must take turns")
         if arrives:
             self.arrivals[own] += 1
+            if block.races is not None:
+                clock = self.clocks.setdefault(self.arrivals[own][0], block.races.new_clock())
+                block.races.release(block, warp, clock)
             block.cluster.progress += 1
             return None
         self.waits[own] += 1
         count = self.waits[own][0]
-        return Wait(lambda: self.is_complete(count))
+        return Wait(lambda: self.is_complete(count), clock=lambda: self.clocks[count])
 
     def is_complete(self, count):
         late = self.arrivals < count

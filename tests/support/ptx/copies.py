@@ -71,9 +71,9 @@ class Copies:
         owner.check_shared(shared, tensor_map.bytes, 128, "TMA")
         move = lambda: self.move(tensor_map, coordinates, owner, shared, is_load)
         if is_load:
-            self.load_later(move, tensor_map.bytes, owner, pick(i.args[2]))
+            self.load_later(i, warp, move, tensor_map.bytes, owner, shared, pick(i.args[2]))
         else:
-            self.stores[warp].append(move)
+            self.store_later(i, warp, move, tensor_map.bytes, shared)
 
     def tensor_map(self, address):
         if address not in self.maps:
@@ -99,18 +99,37 @@ class Copies:
         else:
             gmem[here[inside]] = smem[there[inside]]
 
-    def load_later(self, move, n, owner, barrier_address):
+    def look(self, i, warp, owner, address, n, is_write):
+        if self.block.races is not None:
+            self.block.races.copy(i, self.block, warp, owner, address, n, is_write)
+
+    def store_later(self, i, warp, move, n, shared):
+        """Read n bytes of shared memory when they are waited for."""
+
+        def leave():
+            self.look(i, warp, self.block, shared, n, False)
+            move()
+
+        self.look(i, warp, self.block, shared, n, False)
+        self.stores[warp].append(leave)
+
+    def load_later(self, i, warp, move, n, owner, shared, barrier_address):
         """Write n bytes of shared memory of a block, and tell an mbarrier there."""
         block = self.block
         beside, there = block.cluster.owner(block, barrier_address)
         if beside is not owner:
             raise SimulationError(f"bytes go to block {owner.index}, and the mbarrier that counts them is in {beside.index}")
         barrier = owner.barriers.find(there)
+        clock = None
+        if block.races is not None:
+            block.races.copy(i, block, warp, owner, shared, n, True, barrier)
+            clock = block.races.issue(block, warp, barrier)
 
         def arrive():
             if owner is not block and (owner.has_ended() or block.has_ended()):
                 raise SimulationError(f"bytes go from block {block.index} to {owner.index} when one of them has ended")
             move()
+            barrier.know(clock)
             barrier.expect(-n)
             barrier.settle()
 
@@ -142,9 +161,9 @@ class Copies:
             smem = owner.shared_bytes(shared, n)
             if is_load:
                 barrier = int(block.address(i.args[3], warp)[lane])
-                self.load_later(lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, owner, barrier)
+                self.load_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, owner, shared, barrier)
             else:
-                self.stores[warp].append(lambda smem=smem, gmem=gmem: np.copyto(gmem, smem))
+                self.store_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(gmem, smem), n, shared)
 
     def push(self, i, warp, lanes):
         """cp.async.bulk of n bytes of one's own shared memory to another block's."""
@@ -160,7 +179,8 @@ class Copies:
             block.check_shared(source, n, 16, "source of a bulk copy")
             owner.check_shared(to, n, 16, "bulk copy")
             parts = owner.shared_bytes(to, n), block.shared_bytes(source, n)
-            self.load_later(lambda parts=parts: np.copyto(*parts), n, owner, barrier)
+            self.look(i, warp, block, source, n, False)
+            self.load_later(i, warp, lambda parts=parts: np.copyto(*parts), n, owner, to, barrier)
 
     def store_async(self, i, warp, lanes):
         """st.async: registers to another block's shared memory."""
@@ -174,7 +194,8 @@ class Copies:
             owner, at = block.cluster.owner(block, block.address(to, warp)[lane])
             owner.check_shared(at, n, n, i.text[:120])
             parts = owner.shared_bytes(at, n), rows[lane].view(np.uint8)
-            self.load_later(lambda parts=parts: np.copyto(*parts), n, owner, block.address(barrier, warp)[lane])
+            where = block.address(barrier, warp)[lane]
+            self.load_later(i, warp, lambda parts=parts: np.copyto(*parts), n, owner, at, where)
 
     def small(self, i, warp, lanes):
         """cp.async of 4, 8 or 16 bytes a lane; what is beyond the source size is zero."""
@@ -194,9 +215,15 @@ class Copies:
         data[read] = block.gmem.bytes[source[read][:, None] - GMEM_BASE + each]
         data[each[None, :] >= sizes[:, None]] = 0
 
+        def look():
+            for address in to if block.races is not None else ():
+                self.look(i, warp, block, address, n, True)
+
         def land():
+            look()
             block.smem[to[:, None] - SMEM_BASE + each] = data
 
+        look()
         self.loads[warp].append(land)
 
 

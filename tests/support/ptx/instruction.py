@@ -62,11 +62,11 @@ class Address(NamedTuple):
 class Instruction:
     """One instruction. An operand is an Address, a Vector, or the text of a register or a constant."""
 
-    __slots__ = ("args", "is_move", "negated", "op", "parts", "predicate", "reads", "source", "text", "writes")
+    __slots__ = ("args", "is_move", "negated", "op", "parts", "place", "predicate", "reads", "source", "text", "writes")
 
-    def __init__(self, text, op, args, predicate, negated):
+    def __init__(self, text, op, args, predicate, negated, place):
         self.text, self.op, self.args, self.predicate, self.negated = text, op, args, predicate, negated
-        self.parts = op.split(".")
+        self.parts, self.place = op.split("."), place
         self.is_move = self.parts[0] == "mov"
         self.source = None  # Python, once translated; "" if it has none
         if self.parts[0] == "bra":

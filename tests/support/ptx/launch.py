@@ -21,7 +21,7 @@ def prepared(ptx, kernel, size=None, cluster=(1, 1, 1)):
     return program, Cluster(program, cluster)
 
 
-def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None, cluster=(1, 1, 1)):
+def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None, cluster=(1, 1, 1), races=False):
     """Run a kernel.
 
     Args:
@@ -34,6 +34,7 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None
         order: a name of ORDERS.
         size: threads of a block along x, y, z; None for a kernel that says it itself.
         cluster: blocks of a cluster along x, y, z.
+        races: look for races in shared memory.
     """
     program, together = prepared(ptx, kernel, size, cluster)
     if len(program.params) != len(parameters):
@@ -49,5 +50,5 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None
         space[at : at + len(raw)] = raw
     with np.errstate(all="ignore"):
         for z, y, x in itertools.product(*(range(0, n, along) for n, along in reversed([*zip(grid, cluster)]))):
-            together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order])
+            together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order], races)
             together.run()

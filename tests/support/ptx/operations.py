@@ -2,7 +2,7 @@
 """What generated code calls: arithmetic that is not one numpy call, memory accesses, and what the lanes of a warp do together.
 
 Each takes whole rows of registers (all lanes of a run of warps at once) and writes its result into one. `v` is the Views of
-those warps, `m` the mask of lanes that are active (None: all of them).
+those warps, `m` the mask of lanes that are active (None: all of them), `place` where in the program an access is.
 """
 
 import numpy as np
@@ -140,9 +140,11 @@ def full(v, m, value):
     return value if m is None else value[m]
 
 
-def load(v, m, space, address, offset, width, rows, is_signed=False):
+def load(v, m, place, space, address, offset, width, rows, is_signed=False):
     """Into registers that may be wider."""
     words, at = v.block.locate(space, addresses(v, m, address, offset), width, len(rows))
+    if v.block.races is not None:
+        v.block.races.access(v, m, place, words, at, len(rows))
     words = words.view(words.dtype.str.replace("u", "i")) if is_signed else words
     for j, row in enumerate(rows):
         if row is None:
@@ -153,16 +155,20 @@ def load(v, m, space, address, offset, width, rows, is_signed=False):
             row[m] = words[at + j]
 
 
-def store(v, m, space, address, offset, width, values):
+def store(v, m, place, space, address, offset, width, values):
     words, at = v.block.locate(space, addresses(v, m, address, offset), width, len(values))
+    if v.block.races is not None:
+        v.block.races.access(v, m, place, words, at, len(values))
     for j, value in enumerate(values):
         words[at + j if j else at] = full(v, m, value)
 
 
-def reduce(v, m, space, address, offset, operation, value):
+def reduce(v, m, place, space, address, offset, operation, value):
     """red: a reduction in memory whose old value nobody reads. `value` has the dtype the memory is seen as."""
     value = full(v, m, value)
     words, at = v.block.locate(space, addresses(v, m, address, offset), value.dtype.itemsize, 1)
+    if v.block.races is not None:
+        v.block.races.access(v, m, place, words, at, 1)
     {"add": np.add, "min": np.minimum, "max": np.maximum}[operation].at(words.view(value.dtype), at, value)
 
 
@@ -216,26 +222,28 @@ def reduce_warp(v, m, mode, x, out):
 PAIR_ROW, PAIR_COLUMN = LANES // 4, 2 * (LANES % 4)
 
 
-def matrix_rows(v, address, offset, j):
+def matrix_rows(v, m, place, address, offset, j):
     """The eight 16-byte rows of matrix j, whose addresses lanes 8 j to 8 j + 7 hold."""
     r = address.astype(S64).reshape(-1, 32)[:, 8 * j : 8 * j + 8] + offset - SMEM_BASE
     if (r & 15).any() or r.min() < 0 or r.max() + 16 > v.block.smem_bytes:
         raise SimulationError("an address of ldmatrix or stmatrix is misaligned or outside shared memory")
+    if v.block.races is not None:
+        v.block.races.access_rows(v, m, place, r >> 4, j)
     return r >> 4
 
 
-def ldmatrix(v, m, address, offset, is_transposed, rows):
+def ldmatrix(v, m, place, address, offset, is_transposed, rows):
     for j, row in enumerate(rows):
-        matrix = v.block.smem_rows[matrix_rows(v, address, offset, j)]
+        matrix = v.block.smem_rows[matrix_rows(v, m, place, address, offset, j)]
         if is_transposed:
             matrix = matrix.transpose(0, 2, 1)
         low, high = matrix[:, PAIR_ROW, PAIR_COLUMN].astype(U32), matrix[:, PAIR_ROW, PAIR_COLUMN + 1].astype(U32)
         row[...] = (low | high << U32(16)).reshape(-1)
 
 
-def stmatrix(v, m, address, offset, is_transposed, values):
+def stmatrix(v, m, place, address, offset, is_transposed, values):
     for j, value in enumerate(values):
-        at = matrix_rows(v, address, offset, j)
+        at = matrix_rows(v, m, place, address, offset, j)
         x = value.reshape(-1, 32)
         matrix = np.empty((len(at), 8, 8), U16)
         matrix[:, PAIR_ROW, PAIR_COLUMN] = x & U32(0xFFFF)

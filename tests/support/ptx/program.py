@@ -117,7 +117,7 @@ class Program:
             args = [self.label_key(operands.strip(), scopes)]
         else:
             args = parse_operands(NAME.sub(lambda m: names.get(m[1], m[1]), operands) if names else operands)
-        instruction = Instruction(text, op, args, predicate, negated)
+        instruction = Instruction(text, op, args, predicate, negated, len(self.code))
         for register in instruction.reads | instruction.writes:
             self.number(register)
         self.code.append(instruction)

@@ -69,7 +69,7 @@ def compiled(name, arch="sm_90a", modules=None):
     return Compiled(name, arch, (folder / f"{name}.ptx").read_text(), (folder / f"{name}.host.mlir").read_text())
 
 
-def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
+def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late", races=False):
     """Call a variant on the CPU, with the arguments a GPU call takes; outputs are written into the tensors.
 
     Args:
@@ -77,10 +77,11 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         arguments: torch tensors on the CPU or numpy arrays, `Pointer`s, numbers, None. A stream, if it comes last, is left out.
         arch, modules: where to find a name.
         order: in which order asynchronous work and warps go; see `ORDERS`.
+        races: whether to look for accesses of shared memory that no barrier orders; see `races.py`.
 
     Raises:
         HostError: what the compiled function would raise: wrong shapes, dtypes, alignment.
-        SimulationError: the kernel does what the machine does not allow, or hangs.
+        SimulationError: the kernel does what the machine does not allow, hangs, or has a race.
         Unsupported: the simulator does not know an instruction.
     """
     code = kernel if isinstance(kernel, Compiled) else compiled(kernel, arch, modules)
@@ -94,20 +95,20 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late"):
         placed[pointer] = (*gmem.put(own), own)
     passed = [as_argument(a, placed) for a in given]
     for call in parsed_host(code.host).call(*passed):
-        launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order, call.block, call.cluster)
+        launch.run(code.ptx, call.kernel, call.parameters, call.grid, gmem, call.smem, order, call.block, call.cluster, races)
     for _, inside, own in placed.values():
         own[...] = inside
 
 
 def interpret(monkeypatch, module):
-    """Have the host side of a backend, a module of `cula.ops.cute`, launch on the CPU. Returns a function of an order of work and
-    of one that breaks kernels' PTX on purpose."""
+    """Have the host side of a backend, a module of `cula.ops.cute`, launch on the CPU. Returns a function of an order of work,
+    of one that breaks kernels' PTX on purpose, and of whether to look for races."""
 
-    def use(order="late", edit=None):
+    def use(order="late", edit=None, races=False):
         def load(name, arch):
             code = compiled(name, arch)
             code = code if edit is None else code.edited(ptx=edit)
-            return lambda *arguments: simulate(code, *arguments[:-1], order=order)  # without the stream
+            return lambda *arguments: simulate(code, *arguments[:-1], order=order, races=races)  # without the stream
 
         monkeypatch.setattr(module, "load", load)
 

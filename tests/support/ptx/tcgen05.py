@@ -174,15 +174,17 @@ class TensorMemory:
 
     def commit(self, thread, barrier):
         """The mbarrier gets one arrival when everything THIS thread issued before has completed."""
-        work = self.queues.pop(thread, [])
+        work, block = self.queues.pop(thread, []), self.block
+        clock = None if block.races is None else block.races.issue(block, thread[0])
 
         def arrive():
             for product in work:
                 product()
+            barrier.know(clock)
             barrier.arrive()
 
-        if self.block.order.late_products:
-            self.block.cluster.events.append(arrive)
+        if block.order.late_products:
+            block.cluster.events.append(arrive)
         else:
             arrive()
 

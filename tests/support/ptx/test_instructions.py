@@ -28,7 +28,7 @@ PROGRAM = """
 """
 
 
-def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1):
+def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False):
     """What %r3 holds in each lane after a body that finds x in %r1 and y in %r2; all as bits."""
     gmem = GlobalMemory(1 << 16)
     x = np.ascontiguousarray(x).view(np.uint32)
@@ -36,7 +36,7 @@ def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1):
     (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(32 * cluster, np.uint32))
     parameters = [struct.pack("<Q", p) for p in (px, py, pz)]
     size = (cluster, 1, 1)
-    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, size, gmem, smem_bytes, order, cluster=size)
+    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, size, gmem, smem_bytes, order, cluster=size, races=races)
     return out.copy()
 
 
@@ -209,8 +209,8 @@ class TestClusters:
     PUSH = "@%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11], [shared], {}, [%r12];"
     X = np.concatenate([U, V])
 
-    def run(self, body, order="late"):
-        return run(self.START + self.SYNC + self.MAP + body, self.X, order=order, cluster=2)
+    def run(self, body, order="late", races=False):
+        return run(self.START + self.SYNC + self.MAP + body, self.X, order=order, cluster=2, races=races)
 
     def test_registers(self):
         for name, want in {
@@ -227,6 +227,25 @@ class TestClusters:
             np.testing.assert_array_equal(self.run(body), swapped)
         own = "st.shared::cluster.b32 [%r5], %r1; ld.shared.b32 %r3, [%r5];"  # an ordinary address is a block's own
         np.testing.assert_array_equal(self.run(own), self.X)
+
+    @pytest.mark.parametrize("order", ["late", "early", "last"])
+    def test_races(self, order):
+        store, load = "st.shared::cluster.b32 [%r10], %r1;", "ld.shared.b32 %r3, [%r5];"
+        add = "red.shared::cluster.add.u32 [%r10], %r1; red.shared::cta.add.u32 [%r5], %r1;"
+        push = "st.shared.b32 [%r5+128], %r1;" + self.PUSH.format(128).replace("[shared]", "[shared+128]")
+        for body in (store + self.SYNC + load, load + self.SYNC + store, add, push + self.WAIT + load):
+            self.run(body + self.SYNC, order, races=True)
+        for body in (
+            store + load,
+            load + store,
+            store + add,
+            add + self.SYNC + add + load,
+            push + load,
+            load + push,
+            push + store,
+        ):
+            with pytest.raises(SimulationError, match="a race: "):
+                self.run(body + self.WAIT * ("cp" in body) + self.SYNC, order, races=True)
 
     @pytest.mark.parametrize("order", ["late", "early", "last"])
     def test_asynchronous_stores(self, order):

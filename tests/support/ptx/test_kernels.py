@@ -158,3 +158,29 @@ def test_a_wrong_kernel_is_noticed(what):
 def test_wrong_host_code_is_noticed(what):
     name, edit = HOST[what]
     assert is_noticed(name, compiled_case(name).edited(host=edit))
+
+
+@pytest.mark.parametrize("order", ["late", "first"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_kernel_has_a_race(name, order):
+    assert check(name, order, races=True)
+
+
+# Whether or not the order lets them show in the numbers.
+RACY = {
+    "the partner may write before all have read": ("exchange", replace(r"bar\.sync \t0;", "", nth=1)),
+    "no wait until the partner's buffer is free": ("exchange", replace(WAIT, never_wait, nth=0)),
+    "no wait for the partner's bytes": ("exchange", replace(WAIT, never_wait, nth=3)),
+    "the next tile is written while one is stored": ("tma_pipeline", replace(r"bar\.sync \t1, 128;", "", nth=0)),
+    "a tile is stored before all have written": ("tma_pipeline", replace(r"bar\.sync \t1, 128;", "", nth=1)),
+    "a product is stored before all have written": ("warp_product", replace(r"bar\.sync \t0;", "", nth=1)),
+}
+
+
+@pytest.mark.parametrize("what", RACY)
+def test_a_race_is_reported(what):
+    name, edit = RACY[what]
+    with pytest.raises(
+        SimulationError, match=r"a race: warp \d+ of block \(\d, 0, 0\) at .* not ordered before it, (warp|a copy)"
+    ):
+        check(name, "late", compiled_case(name).edited(ptx=edit), races=True)

@@ -254,7 +254,7 @@ def memory(R, program, i):
     if base is None:
         base, offset = program.constant("D", offset), 0
     signed = ",True" if name == "ld" and i.parts[-1].startswith("s") else ""
-    return f"{'load' if name == 'ld' else 'store'}(v,m,{space!r},{base},{offset},{width},({','.join(rows)},){signed})"
+    return f"{'load' if name == 'ld' else 'store'}(v,m,{i.place},{space!r},{base},{offset},{width},({','.join(rows)},){signed})"
 
 
 def red(R, program, i):
@@ -265,7 +265,7 @@ def red(R, program, i):
     if base is None:
         base, offset = program.constant("D", offset), 0
     value = R(i.args[1], VIEW_OF_TYPE[i.parts[-1]])
-    return f"reduce(v,m,{space_of(i)!r},{base},{offset},{operation!r},{value})"
+    return f"reduce(v,m,{i.place},{space_of(i)!r},{base},{offset},{operation!r},{value})"
 
 
 def elect(R, program, i):
@@ -304,7 +304,7 @@ def matrix(R, program, i):
     if "b8" in i.parts or base is None:
         raise unsupported(i)
     rows = ",".join(R(r, "U") for r in registers.items)
-    return f"{i.parts[0]}(v,m,{base},{offset},{'trans' in i.parts},({rows},))"
+    return f"{i.parts[0]}(v,m,{i.place},{base},{offset},{'trans' in i.parts},({rows},))"
 
 
 def mma(R, program, i):

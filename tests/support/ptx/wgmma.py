@@ -43,6 +43,7 @@ class Product(NamedTuple):
     b_is_mn_major: int
     accumulates: bool
     signs: tuple
+    place: int  # of the instruction
 
     @property
     def key(self):
@@ -104,7 +105,7 @@ class Wgmma:
             threads = slice(32 * warp, 32 * warp + 128)
             a = tuple(numbers[r][1] for r in A[1].items) if in_registers else int(block.value(A[1], "D", warp)[0])
             b, accumulates = int(block.value(A[2], "D", warp)[0]), bool(block.value(A[3], "P", warp)[0])
-            product = Product(warp, int(shape[1]), shape[2], accumulator, a, b, *majors, accumulates, tuple(flags[:2]))
+            product = Product(warp, int(shape[1]), shape[2], accumulator, a, b, *majors, accumulates, tuple(flags[:2]), i.place)
             flying = [p for w in range(warp, warp + 4) for group in [*self.groups[w], self.issued[w]] for p in group]
             if any(p.key != product.key and not set(accumulator).isdisjoint(p.accumulator) for p in flying):
                 raise Unsupported("wgmma on part of an accumulator that another is still making")
@@ -115,6 +116,7 @@ class Wgmma:
             block.registers["U"][rows, threads] = NAN
             for w in range(warp, warp + 4):
                 self.issued[w].append(product)
+            self.look(product, range(warp, warp + 4))
 
     def wait(self, first, end, left):
         """Run the products of all but the last `left` groups of these warps."""
@@ -123,6 +125,8 @@ class Wgmma:
             while len(self.groups[warp]) > left:
                 for product in self.groups[warp].pop(0):
                     todo.setdefault(id(product), (product, []))[1].append(warp)
+        for product, warps in todo.values():
+            self.look(product, warps)
         chains = []
         for product, warps in todo.values():
             if chains and chains[-1][1] == warps and product.continues(chains[-1][0][0]):
@@ -132,6 +136,15 @@ class Wgmma:
         tiles = {}
         for products, warps in chains:
             self.run(products, warps, tiles)
+
+    def look(self, product, warps):
+        """Each warp of a product reads all of its operands in shared memory."""
+        if self.block.races is not None:
+            operands = [(product.b, product.b_is_mn_major, product.n)]
+            if not isinstance(product.a, tuple):
+                operands.append((product.a, product.a_is_mn_major, 64))
+            for operand in operands:
+                self.block.races.operand(product.place, self.block, list(warps), self.offsets(*operand))
 
     def run(self, products, warps, tiles):
         """One product over the k of all of them; summed exactly, rounded once."""
@@ -161,9 +174,14 @@ class Wgmma:
     def tile(self, tiles, descriptor, is_mn_major, rows, form):
         key = (descriptor, is_mn_major, rows)
         if key not in tiles:
-            swizzle_bits = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
-            offsets = operand_offsets(*descriptor_fields(descriptor), swizzle_bits, False, is_mn_major, rows, 16, 2)
-            if offsets.min() < 0 or offsets.max() + 2 > self.block.smem_bytes:
-                raise SimulationError(f"a wgmma descriptor reaches shared memory {offsets.min():#x}..{offsets.max():#x}")
+            offsets = self.offsets(descriptor, is_mn_major, rows)
             tiles[key] = widen(self.block.smem_words[2][offsets >> 1], form).astype(F64)
         return tiles[key]
+
+    def offsets(self, descriptor, is_mn_major, rows):
+        """In bytes, of the elements of an operand in shared memory."""
+        swizzle_bits = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
+        offsets = operand_offsets(*descriptor_fields(descriptor), swizzle_bits, False, is_mn_major, rows, 16, 2)
+        if offsets.min() < 0 or offsets.max() + 2 > self.block.smem_bytes:
+            raise SimulationError(f"a wgmma descriptor reaches shared memory {offsets.min():#x}..{offsets.max():#x}")
+        return offsets

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Races in shared memory: accesses of two warps, one of them a write, that no barrier orders, in whatever order they ran.
+
+Every warp of a cluster has a time of its own, which goes on with every release (an arrival, the issue of a copy), and a
+clock: up to which time of every other warp all is known to have happened before. A barrier gathers the clocks of those that
+come and hands them to those that wait. An access is in a race with an earlier one of another warp whose time is beyond the
+clock of its own warp.
+
+Checked are ld, st, red, ldmatrix, stmatrix, and what runs by itself. An operand of wgmma is read by all four warps from issue to
+wait, a copy that is waited for with its group belongs to its warp from issue to wait. A copy whose bytes an mbarrier counts is
+an access at its issue, but only that barrier says that what it writes is there, and hands on what the issuer knew.
+
+Not checked: operands of tcgen05, what a copy to another block reads after its issue, lanes of a warp against each other, barriers
+themselves. Fences are not seen: an arrival counts as a release even if it is relaxed. Of several unordered reductions the
+last is remembered.
+"""
+
+import numpy as np
+
+from tests.support.ptx.values import SMEM_BASE, SimulationError, Unsupported
+
+BARRIERS = 64  # mbarriers of a block, at most
+UNIT = 2  # bytes that are looked at as one: the smallest that two warps write side by side
+
+
+class Races:
+    """The clocks of a cluster's warps, and for each unit of its shared memory who wrote it last and who read it when."""
+
+    def __init__(self, cluster, program):
+        self.cluster, self.code = cluster, program.code
+        self.warps = cluster.blocks[0].warps
+        n, units = len(cluster.blocks) * self.warps, cluster.smem.size // UNIT
+        # A row for each warp, its own time on the diagonal; behind the warps a slot for the copies that each mbarrier counts.
+        self.clocks, self.slots = np.eye(n, n + len(cluster.blocks) * BARRIERS, dtype=np.int32), n
+        self.writer, self.written, self.writer_place = (np.zeros(units, np.int32) for _ in range(3))
+        self.read, self.reader_place = (np.zeros((units, n), np.int32) for _ in range(2))
+
+    # Order.
+
+    def new_clock(self):
+        """Of a barrier to which nobody has come."""
+        return np.zeros(self.clocks.shape[1], np.int32)
+
+    def new_slot(self):
+        """For another mbarrier: the time of its copies is the phase that counts them."""
+        if self.slots == self.clocks.shape[1]:
+            raise Unsupported(f"more than {BARRIERS} mbarriers a block, with races looked for")
+        self.slots += 1
+        return self.slots - 1
+
+    def release(self, block, warp, clock):
+        """All that a warp has done or knows of comes before what `clock` is handed to; what it does next does not."""
+        own = block.rank * self.warps + warp
+        np.maximum(clock, self.clocks[own], out=clock)
+        self.clocks[own, own] += 1
+
+    def issue(self, block, warp, barrier=None):
+        """The clock of what a warp sets going; with `barrier`, of a copy that it counts."""
+        clock = self.new_clock()
+        self.release(block, warp, clock)
+        if barrier is not None:
+            clock[barrier.slot] = barrier.phases + 1
+        return clock
+
+    def acquire(self, block, warp, clock):
+        own = block.rank * self.warps + warp
+        np.maximum(self.clocks[own], clock, out=self.clocks[own])
+
+    # Accesses.
+
+    def access(self, v, m, place, words, at, count):
+        """Lanes of the warps of `v` access `count` words each; `words` and `at` as `Block.locate` gives them."""
+        block, width = v.block, words.itemsize
+        if words is block.smem_words[width]:
+            start = at.astype(np.int64) * width + block.rank * self.cluster.smem.shape[1]
+        elif words is self.cluster.smem_words[width]:
+            start = at.astype(np.int64) * width
+        else:
+            return  # global memory
+        lanes = np.arange(v.start, v.stop)
+        is_write = self.code[place].parts[0] != "ld"
+        self.check(place, block, (lanes if m is None else lanes[m]) // 32, start, width * count, is_write)
+
+    def access_rows(self, v, m, place, rows, j):
+        """Warps of `v` access eight rows of 16 bytes each, whose addresses lanes 8 j to 8 j + 7 hold."""
+        lanes = np.arange(v.start, v.stop).reshape(-1, 32)[:, 8 * j : 8 * j + 8]
+        on = slice(None) if m is None else m.reshape(-1, 32)[:, 8 * j : 8 * j + 8]
+        start = 16 * rows + v.block.rank * self.cluster.smem.shape[1]
+        self.check(place, v.block, lanes[on].ravel() // 32, start[on].ravel(), 16, self.code[place].parts[0] == "stmatrix")
+
+    def copy(self, i, block, warp, owner, address, n, is_write, barrier=None):
+        """A warp of a block sets going what reads or writes n bytes at an address of a block's shared memory."""
+        start = address - SMEM_BASE + owner.rank * self.cluster.smem.shape[1] + np.arange(0, n, min(n, 16))
+        self.check(i.place, block, np.full(len(start), warp), start, min(n, 16), is_write, barrier)
+
+    def operand(self, place, block, warps, offsets):
+        """Warps read an operand of a product."""
+        start = np.tile(offsets.ravel() + block.rank * self.cluster.smem.shape[1], len(warps))
+        self.check(place, block, np.repeat(warps, offsets.size), start, 2, False)
+
+    def check(self, place, block, warps, start, n, is_write, barrier=None):
+        """Threads of some warps access n bytes each, from `start` in the cluster's shared memory on."""
+        each = max(1, n // UNIT)
+        units = (start[:, None] // UNIT + np.arange(each)).ravel()
+        own = np.repeat(block.rank * self.warps + warps, each)
+        last = self.writer[units]
+        late = (last != own) & (self.written[units] > self.clocks[own, last])
+        if self.code[place].parts[0] == "red":  # of which any number may happen at once
+            late[late] = [self.code[p].parts[0] != "red" for p in self.writer_place[units[late]]]
+        self.report(place, own, units, late, last, self.writer_place[units])
+        if not is_write:
+            self.read[units, own] = self.clocks[own, own]
+            self.reader_place[units, own] = place
+            return
+        unknown = self.read[units] > self.clocks[own, : self.read.shape[1]]
+        unknown[np.arange(len(own)), own] = False
+        other = unknown.argmax(1)
+        self.report(place, own, units, unknown.any(1), other, self.reader_place[units, other])
+        self.writer_place[units] = place
+        if barrier is not None:
+            self.writer[units], self.written[units] = barrier.slot, barrier.phases + 1
+            return
+        self.writer[units], self.written[units] = own, self.clocks[own, own]
+        if self.code[place].parts[0] != "red":
+            last = self.writer[units]
+            self.report(place, own, units, last != own, last, self.writer_place[units])  # at once, by one instruction
+
+    def report(self, place, own, units, is_race, others, other_places):
+        if not is_race.any():
+            return
+        k = int(is_race.argmax())
+        rank, at = divmod(int(units[k]) * UNIT, self.cluster.smem.shape[1])
+        raise SimulationError(
+            f"a race: {self.say(own[k], place)} and, not ordered before it, {self.say(others[k], other_places[k])}; "
+            f"{at} bytes into the shared memory of block {self.cluster.blocks[rank].index}"
+        )
+
+    def say(self, warp, place):
+        rank, own = divmod(int(warp), self.warps)
+        who = f"warp {own} of block {self.cluster.blocks[rank].index}" if warp < len(self.clocks) else "a copy"
+        return f"{who} at {self.code[place].text[:90]} (instruction {place})"
