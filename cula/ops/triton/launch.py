@@ -116,8 +116,9 @@ def _packed(kind: str, value: Any) -> bytes | None:
 
 
 def num_parameters(compiled: Any) -> int:
-    """As the compiled kernel has them."""
-    declared = re.search(rf"\.entry\s+{re.escape(compiled.name)}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    """As the compiled kernel has them; -1 where that cannot be seen, in a cache that has only binaries."""
+    ptx = compiled.asm.get("ptx", "")
+    declared = re.search(rf"\.entry\s+{re.escape(compiled.name)}\((.*?)\)", ptx, re.DOTALL)
     return declared[1].count(".param") if declared else -1
 
 

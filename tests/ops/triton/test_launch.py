@@ -99,8 +99,9 @@ def test_kernels_that_take_more_keep_tritons_launcher(driver, change):
 
 def test_a_kernel_with_other_parameters_keeps_tritons_launcher(driver):
     kernel = compiled()
-    kernel.asm = {"ptx": PTX.replace(".param .u64 p_8", "")}
-    assert launch.frame(kernel, GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
+    for asm in ({"ptx": PTX.replace(".param .u64 p_8", "")}, {"cubin": b""}):  # the second's are not to be seen
+        kernel.asm = asm
+        assert launch.frame(kernel, GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
     kernel = compiled()
     kernel.src.signature[5] = "bf16"
     assert launch.frame(kernel, GRID, (torch.randn(8), None, torch.randn(8)), REST) is None
