@@ -86,8 +86,7 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
     if p.is_packed:
         return "lengths of packed sequences are not known here, and one pass needs them to be alike"
     clusters, heads = num_sms // 2, p.N * p.HV
-    turns = -(-heads // clusters)
-    if heads < FULL * turns * clusters:
+    if clusters == 0 or heads < FULL * -(-heads // clusters) * clusters:
         return f"N HV = {heads} would leave many of {clusters} clusters idle"
     return None
 

@@ -211,6 +211,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted(interpreted, case):
+    interpreted(races=True)
     check(case, "cpu")
 
 

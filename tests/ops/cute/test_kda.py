@@ -8,6 +8,7 @@ the workspace: what a kernel reads before it was written shows.
 import dataclasses
 import re
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -307,15 +308,23 @@ def test_two_kernels_have_no_races(interpreted, sm):
     check(CASES[0], "cpu", sm)
 
 
-@pytest.mark.parametrize("place", range(11))
+NAMED_BARRIER, NUM_NAMED, NUM_WAITS = r"bar\.sync \t%?\w+, \d+;", 11, 10
+
+
+def test_the_barriers_of_one_pass_are_all_counted(interpreted):
+    text = ptx.compiled("fused_kda_f16_gate_bf16").ptx
+    assert (len(re.findall(NAMED_BARRIER, text)), len(re.findall(WAIT, text))) == (NUM_NAMED, NUM_WAITS)
+
+
+@pytest.mark.parametrize("place", range(NUM_NAMED))
 def test_one_pass_needs_every_named_barrier(interpreted, place):
     """Without any of them there is a race, whether or not an order of work lets it show in the numbers."""
-    interpreted("early", replace(r"bar\.sync \t%?\w+, \d+;", "", place), races=True)
+    interpreted("early", replace(NAMED_BARRIER, "", place), races=True)
     with pytest.raises(ptx.SimulationError, match="a race: "):
         errors(ONE_PASS[1], "cpu")
 
 
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(NUM_WAITS))
 def test_one_pass_needs_every_wait(interpreted, place):
     """Likewise, but that without one of them a barrier gets too many arrivals before anything else."""
     interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
@@ -439,20 +448,23 @@ def test_on_a_gpu(kernels, case):
     check(case, "cuda")
 
 
+@pytest.fixture
+def one_pass(kernels):
+    sm = torch.cuda.get_device_capability()
+    if sm != HOPPER_SM:
+        pytest.skip(f"one pass needs compute capability 9.0, and this GPU has {sm[0]}.{sm[1]}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
-def test_one_pass_on_a_gpu(kernels, case):
-    if torch.cuda.get_device_capability() != HOPPER_SM:
-        pytest.skip("Hopper's")
+def test_one_pass_on_a_gpu(one_pass, case):
     check(case, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0.0, -8.0])
-def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(kernels, shift):
+def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(one_pass, shift):
     """Two runs give the same bits, and the numbers of two kernels."""
-    if torch.cuda.get_device_capability() != HOPPER_SM:
-        pytest.skip("Hopper's")
     p, x = make(Case((1000,) * 8, is_packed=False, H=16, HV=16, shift=shift), "cuda")
     cut = kda.cut(p, NUM_SMS)
     assert cut.clusters == NUM_SMS // 2
@@ -661,13 +673,21 @@ def test_one_pass_where_it_fills_the_gpu(change, clusters):
     assert kda.how(problem, NUM_SMS).startswith(f"one pass on {clusters} clusters" if clusters else "two kernels, ")
 
 
-def test_explain_says_how_a_call_is_done(monkeypatch):
-    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True))
-    assert kda.how(problem, NUM_SMS).endswith(": N HV = 96 would leave many of 66 clusters idle")
+def test_a_choice_says_how_a_call_is_done(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    choice = dataclasses.replace(choose("kda_fwd", problem), how=kda.how(problem, NUM_SMS))
-    assert str(choice).splitlines()[1].startswith("  two kernels, whole sequences, 780 MiB of workspace: ")
-    assert choose("kda_fwd", problem).backend.how is not None
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_capability": HOPPER_SM,
+        "get_device_properties": types.SimpleNamespace(multi_processor_count=NUM_SMS),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True))
+    choice = choose("kda_fwd", problem)
+    choice = dataclasses.replace(choice, how=choice.backend.how("kda_fwd", problem))  # as `cula.explain` does
+    line = "  two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
+    assert str(choice).splitlines()[1] == line
+    assert choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0))) is None  # of a GPU that is not here
 
 
 def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():

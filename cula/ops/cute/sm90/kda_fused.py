@@ -97,8 +97,9 @@ from cula.ops.cute.variants import Variant
 
 THREADS, WALKERS = 640, 16  # the first warp that walks
 PREPARE_REGISTERS, WALK_REGISTERS = 80, 160
-ROOM = 76 * 1024
-PARCEL = 3 * TILE + 8192 + 4 * VEC + 8192  # kb, qg, kr, P, e^{G_C} and b, T
+ROOM, SQUARE = 76 * 1024, 64 * 64 * 2  # bytes of a room, of P and of T
+P_AT, VEC_AT, T_AT = 3 * TILE, 3 * TILE + SQUARE, 3 * TILE + SQUARE + 4 * VEC  # behind kb, qg and kr; e^{G_C} and b between
+PARCEL = T_AT + SQUARE
 SENDER = 4  # warp of a group
 INBOX = 2  # its number among the places of prepared chunks
 
@@ -203,7 +204,7 @@ def prepare_in_place(
     if wid == SENDER:  # tiles are complete; T and P follow
         cute.arch.mbarrier_wait(taken, (group + 1) & 1)
         with cute.arch.elect_one():
-            send(start, inbox, 3 * TILE, arrived, other)
+            send(start, inbox, P_AT, arrived, other)
     if side != KEYS:
         place_p(x, scores, diagonal_p, L)
     else:
@@ -215,7 +216,7 @@ def prepare_in_place(
     if wid == SENDER:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(ready + group)
-            send(start + 3 * TILE, inbox + 3 * TILE, PARCEL - 3 * TILE, arrived, other)
+            send(start + P_AT, inbox + P_AT, PARCEL - P_AT, arrived, other)
 
 
 # The walk
@@ -448,9 +449,9 @@ def fused_kernel(
         square = tile_layout(64, 64, dtype=F16)
         l16 = tile_layout(64, 128, dtype=F16)
         sKb, sQg, sKr = [prepared(places, i * TILE, l16, F16) for i in range(3)]
-        sP, sT = [prepared(places, at, square, F16) for at in (3 * TILE, 3 * TILE + 8192 + 4 * VEC)]
+        sP, sT = [prepared(places, at, square, F16) for at in (P_AT, T_AT)]
         sVec = cute.make_tensor(
-            cute.recast_ptr(places + (3 * TILE + 8192), dtype=F32), cute.make_layout((1, VEC, 3), stride=(VEC, 1, ROOM // 4))
+            cute.recast_ptr(places + VEC_AT, dtype=F32), cute.make_layout((1, VEC, 3), stride=(VEC, 1, ROOM // 4))
         )
         accS, factor = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128))), cute.make_rmem_tensor((2,), F32)
         S = rows_and_columns(accS)
