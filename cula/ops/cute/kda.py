@@ -27,6 +27,7 @@ from cula.ops.workspace import workspace
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
 FULL = 0.9  # of the turns that clusters take together: from here on one pass is faster than two kernels
+BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
 
@@ -83,9 +84,11 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
         return "one pass takes keys that the kernel normalises"
     if p.has_scalar_gate or p.g_dtype is not torch.bfloat16:
         return "one pass takes gates in bfloat16, one a channel"
+    clusters, heads = num_sms // 2, p.N * p.HV
+    if p.T <= BRIEF and heads <= clusters:
+        return None
     if p.is_packed:
         return "lengths of packed sequences are not known here, and one pass needs them to be alike"
-    clusters, heads = num_sms // 2, p.N * p.HV
     if clusters == 0 or heads < FULL * -(-heads // clusters) * clusters:
         return f"N HV = {heads} would leave many of {clusters} clusters idle"
     return None

@@ -74,6 +74,7 @@ from cula.ops.cute.common.kda_prepare_steps import (
     invert,
     join_halves,
     norms,
+    place_a,
     place_p,
     place_t,
     room,
@@ -318,7 +319,10 @@ def prepare_chunk(
     # -- P, then T
     p_has_left = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
     if side == KEYS:
-        cols = invert(x, scores, b, pipeline.NamedBarrier(barrier_id=1, num_threads=128))
+        place_a(x, scores, b)
+        pipeline.NamedBarrier(barrier_id=1, num_threads=128).arrive_and_wait()
+        cols = cute.make_rmem_tensor((32,), kind.dtype)
+        invert(x, cols)
         p_has_left.arrive_and_wait()
         place_t(x, cols, here.out)
         send_square(x, mT, record, None if cutlass.const_expr(has_zeros) else LOWER_LEFT)

@@ -553,8 +553,8 @@ def place_p(x: cutlass.Constexpr, scores: cute.Tensor, diagonal: cute.Tensor, L:
 
 
 @cute.jit
-def invert(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor, keys_wait: cutlass.Constexpr):
-    """Our rows of T^T, block column J = block_row of T. `keys_wait`: a barrier of the warps of the keys."""
+def place_a(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor):
+    """Our rows of A, the blocks below the diagonal, to where they are to be read from."""
     here = x.room
     for d in cutlass.range_constexpr(1, 4):
         if x.block_row >= d:
@@ -565,10 +565,12 @@ def invert(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor, keys_wait:
                     two[0], two[1] = scores[e] * b[ri], scores[e + 1] * b[ri]
                     round_tf32(two)
                     cute.autovec_copy(two, cute.local_tile(block_a, (1, 2), (x.r + 8 * ri, 4 * nb + x.c)))
-    keys_wait.arrive_and_wait()
-    cols = cute.make_rmem_tensor((32,), x.kind.dtype)
-    inverse_columns(x.mmas[2], here.below, here.diagonal, x.block_row, x.lane, cols)
-    return cols
+
+
+@cute.jit
+def invert(x: cutlass.Constexpr, cols: cute.Tensor):
+    """cols <- our rows of T^T, block column J = block_row of T, once all rows of A are in their place."""
+    inverse_columns(x.mmas[2], x.room.below, x.room.diagonal, x.block_row, x.lane, cols)
 
 
 @cute.jit
