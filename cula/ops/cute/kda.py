@@ -54,7 +54,7 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     costs the later ones a step where the gate forgets slowly, and a chunk or two walked twice where it forgets fast."""
     p = problem
     if why_two_kernels(p, num_sms) is None:
-        return in_one_pass(min(p.N * p.HV, num_sms // 2))
+        return in_one_pass(clusters_of(p, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
     wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
@@ -84,14 +84,21 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
         return "one pass takes keys that the kernel normalises"
     if p.has_scalar_gate or p.g_dtype is not torch.bfloat16:
         return "one pass takes gates in bfloat16, one a channel"
-    clusters, heads = num_sms // 2, p.N * p.HV
-    if p.T <= BRIEF and heads <= clusters:
+    most = num_sms // 2
+    if p.T <= BRIEF and p.N * p.HV <= most:
         return None
-    if p.is_packed:
-        return "lengths of packed sequences are not known here, and one pass needs them to be alike"
-    if clusters == 0 or heads < FULL * -(-heads // clusters) * clusters:
-        return f"N HV = {heads} would leave many of {clusters} clusters idle"
+    heads, named = (p.HV, "HV") if p.is_packed else (p.N * p.HV, "N HV")
+    if most == 0 or heads < FULL * -(-heads // most) * most:
+        return f"{named} = {heads} would leave many of {most} clusters idle"
     return None
+
+
+def clusters_of(problem: KdaProblem, num_sms: int) -> int:
+    """As many as there are; where sequences may differ in length, so many that each has as many heads of every one."""
+    p, most = problem, num_sms // 2
+    if p.is_packed and p.N * p.HV > most:
+        return -(-p.HV // -(-p.HV // most))
+    return min(p.N * p.HV, most)
 
 
 def how(problem: KdaProblem, num_sms: int) -> str:

@@ -299,6 +299,7 @@ def ask_for_v(v: cutlass.Constexpr, chunk: I32):
 def walk_chunk(
     w: cutlass.Constexpr,
     v: cutlass.Constexpr,
+    there: cutlass.Constexpr,
     half_free: cute.Pointer,
     n: I32,
     warp_in: I32,
@@ -319,6 +320,14 @@ def walk_chunk(
     load_v(w, rV, I32(0), left, I32(1))
     half = rounded(accS, F16)
     keep_in_range(accS, half, rV, w.factor)
+    ready, arrived = there
+    if stage < INBOX:
+        cute.arch.mbarrier_wait(ready + stage, (n >> 2) & 1)
+    else:
+        if warp_in == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, PARCEL)
+        cute.arch.mbarrier_wait(arrived, (n >> 1) & 1)
     issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
     warpgroup.wait_group(0)
     load_v(w, rV, I32(0), left, I32(1))  # again: no registers to keep it in
@@ -496,16 +505,9 @@ def fused_kernel(
                 cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             for chunk in cutlass.range(chunks, unroll=1):
                 stage = place_of(n, rank)
-                if stage < INBOX:
-                    cute.arch.mbarrier_wait(ready + stage, (n >> 2) & 1)
-                else:
-                    if warp_in == 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(arrived, PARCEL)
-                    cute.arch.mbarrier_wait(arrived, (n >> 1) & 1)
                 cute.arch.mbarrier_wait(v_full, n & 1)
                 left = tokens - chunk * 64
-                accO = walk_chunk(w, v, half_free, n, warp_in, chunk, chunks, stage, left)
+                accO = walk_chunk(w, v, (ready, arrived), half_free, n, warp_in, chunk, chunks, stage, left)
                 unscale_rows(rows_and_columns(accO), factor)
                 rO = rounded(accO)
                 warpgroup.wait_group(0)
