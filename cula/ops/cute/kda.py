@@ -26,8 +26,9 @@ from cula.ops.workspace import workspace
 # by compute capability
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
-FULL = 0.9  # of the turns that clusters take together: from here on one pass is faster than two kernels
-BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
+FULL = 0.85  # of the turns that clusters take together: from here on one pass is faster than two kernels
+MANY = 8  # turns, in which lengths that nobody knows average out
+BRIEF = 2 * CHUNK  # tokens of a sequence up to which one pass is faster however few heads there are: one launch, not two
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
 MAP_BYTES = V * K * 4 + 2 * K * K * 2  # for each segment and head: B float32, M as a pair of 16-bit values
 
@@ -84,20 +85,30 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
         return "one pass takes keys that the kernel normalises"
     if p.has_scalar_gate or p.g_dtype is not torch.bfloat16:
         return "one pass takes gates in bfloat16, one a channel"
-    most = num_sms // 2
-    if p.T <= BRIEF and p.N * p.HV <= most:
+    most, heads = num_sms // 2, p.N * p.HV
+    if p.T <= BRIEF and heads <= most:
         return None
-    heads, named = (p.HV, "HV") if p.is_packed else (p.N * p.HV, "N HV")
-    if most == 0 or heads < FULL * -(-heads // most) * most:
-        return f"{named} = {heads} would leave many of {most} clusters idle"
+    if most == 0 or (heads < MANY * most and p.is_packed and not fills(p.HV, most)):
+        return f"sequences may differ in length, and HV = {p.HV} heads of one do not fill {most} clusters"
+    if not fills(heads, most):
+        return f"N HV = {heads} would leave many of {most} clusters idle"
     return None
 
 
+def fills(heads: int, clusters: int) -> bool:
+    """Whether so many heads of one length keep clusters busy."""
+    return heads >= FULL * turns(heads, clusters) * clusters
+
+
+def turns(heads: int, clusters: int) -> int:
+    return -(-heads // clusters)
+
+
 def clusters_of(problem: KdaProblem, num_sms: int) -> int:
-    """As many as there are; where sequences may differ in length, so many that each has as many heads of every one."""
+    """As many as there are; where lengths may differ, if it can be so many that each has as many heads of every sequence."""
     p, most = problem, num_sms // 2
-    if p.is_packed and p.N * p.HV > most:
-        return -(-p.HV // -(-p.HV // most))
+    if p.is_packed and most < p.N * p.HV and fills(p.HV, most):
+        return -(-p.HV // turns(p.HV, most))
     return min(p.N * p.HV, most)
 
 

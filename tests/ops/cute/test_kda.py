@@ -6,6 +6,7 @@ the workspace: what a kernel reads before it was written shows.
 """
 
 import dataclasses
+import math
 import re
 import threading
 import types
@@ -282,8 +283,8 @@ def replace(pattern: str, by: str | Callable[[re.Match], str], *places: int):
 
 
 # The waits of the pass that is one, in the order of its PTX; without any of them some order of work gives another result.
-WAITS = {"half_free": (0, "late"), "free": (1, "early"), "g": (2, "late"), "k, q": (4, "late"), "taken": (6, "late"),
-         "ready": (7, "early"), "arrived": (8, "early"), "v_full": (9, "late")}  # fmt: skip
+WAITS = {"half_free": (0, "late"), "g": (1, "late"), "free": (2, "early"), "k, q": (4, "late"), "taken": (6, "late"),
+         "v_full": (7, "late"), "ready": (8, "early"), "arrived": (9, "early")}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WAITS)
@@ -310,7 +311,7 @@ def test_two_kernels_have_no_races(interpreted, sm):
 
 NAMED_BARRIER, NUM_WAITS = r"bar(?:rier)?\.sync \t%?\w+, \d+;", 10
 # of keys and queries, which come to two of them by different instructions
-NAMED = [(0,), (1,), (2,), (3,), (4,), (5,), (6, 8), (7, 9), (10,), (11,), (12,)]
+NAMED = [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7, 9), (8, 10), (11,), (12,), (13,), (14,)]
 
 
 def test_the_barriers_of_one_pass_are_all_counted(interpreted):
@@ -333,6 +334,15 @@ def test_one_pass_needs_every_wait(interpreted, place):
     interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
         errors(ONE_PASS[1], "cpu")
+
+
+def test_v_has_been_used_when_the_next_may_come(interpreted):
+    """A barrier does not wait for what is being read, nor does a copy wait behind that: on a GPU it once came too early."""
+    before = ptx.compiled("fused_kda_f16_gate_bf16").ptx.partition("bar.sync \t4, 128;")[0]
+    reads = list(re.finditer(r"ldmatrix\S+trans\S+ \t\{([^}]*)\}", before))[-4:]
+    for read in reads:
+        for register in re.findall(r"%r\d+", read[1]):
+            assert re.search(rf"[ ,]{register}[,;]", before[reads[-1].end() :]), f"nobody has waited for {register}"
 
 
 def flipped(bit: int, *places: int):
@@ -465,20 +475,21 @@ def test_one_pass_on_a_gpu(one_pass, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shift", [0.0, -8.0])
-def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(one_pass, shift):
-    """Two runs give the same bits, and the numbers of two kernels."""
-    p, x = make(Case((1000,) * 8, is_packed=False, H=16, HV=16, shift=shift), "cuda")
+@pytest.mark.parametrize(("lengths", "H", "shift"), [((1000,) * 8, 16, 0.0), ((1000,) * 8, 16, -8.0), ((256,) * 4, 64, -4.0)])
+def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(one_pass, lengths, H, shift):
+    """Thirty runs give the same bits, and the numbers of two kernels."""
+    p, x = make(Case(lengths, is_packed=False, H=H, HV=H, shift=shift), "cuda")
     cut = kda.cut(p, NUM_SMS)
     assert cut.clusters == NUM_SMS // 2
-    two, first, second = (torch.empty_like(x.v) for _ in range(3))
-    states = [torch.empty_like(x.initial_state) for _ in range(3)]
-    kda.run(p, x, kda.cut_into(p, 100, NUM_SMS), states[0], two)
-    for state, o in ((states[1], first), (states[2], second)):
-        kda.run(p, x, cut, state, o)
-    assert torch.equal(first, second) and torch.equal(states[1], states[2])
-    assert relative_error(first, two.double()) < 1e-3
-    assert relative_error(states[1], states[0].double()) < 1e-4
+    two, first, o = (torch.empty_like(x.v) for _ in range(3))
+    of_two, of_first, state = (torch.empty_like(x.initial_state) for _ in range(3))
+    kda.run(p, x, kda.cut_into(p, 100, NUM_SMS), of_two, two)
+    kda.run(p, x, cut, of_first, first)
+    for _ in range(29):
+        kda.run(p, x, cut, state.fill_(math.nan), o.fill_(math.nan))
+        assert torch.equal(o, first) and torch.equal(state, of_first)
+    assert relative_error(first, two.double()) < 2e-3
+    assert relative_error(of_first, of_two.double()) < 1e-3
 
 
 @pytest.mark.gpu
@@ -662,7 +673,10 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"T": 128, "N": 8, "H": 2, "HV": 4, "is_packed": True}, 32),
         ({"T": 129, "H": 4, "HV": 4}, 0),
         ({"T": 128, "N": 40, "H": 2, "HV": 4, "is_packed": True}, 0),  # would take turns
-        ({"N": 8, "H": 96, "HV": 96, "is_packed": True}, 0),
+        ({"N": 5, "H": 96, "HV": 96, "is_packed": True}, 0),  # lengths that are not known
+        ({"N": 6, "H": 96, "HV": 96, "is_packed": True}, 66),  # so many that they average out
+        ({"N": 5, "H": 64, "HV": 64, "is_packed": True}, 64),  # a cluster has the same heads of each
+        ({"N": 5, "H": 128, "HV": 128, "is_packed": True}, 64),
         ({"H": 64, "HV": 64, "g_dtype": torch.float32}, 0),
         ({"H": 64, "HV": 64, "has_scalar_gate": True}, 0),
         ({"H": 64, "HV": 64, "sm": (10, 0)}, 0),

@@ -77,8 +77,20 @@ def below(sA, i, j):
 
 
 @cute.jit
-def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, out: cute.Tensor):
-    """out[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T.
+def put(out: cute.Tensor, cols: cute.Tensor, d: cutlass.Constexpr, by_row: cutlass.Constexpr):
+    """Block d to where it is rounded."""
+    block = cute.make_rmem_tensor((8,), F32)
+    for e in cutlass.range_constexpr(8):
+        block[e] = cols[8 * d + e] if cutlass.const_expr(by_row is None) else cols[8 * d + e] * by_row[e // 2 % 2]
+    flat(out, 8 * d, 8).store(block.load().to(out.element_type))
+
+
+@cute.jit
+def inverse_columns(
+    mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32, out: cute.Tensor, by_row: cutlass.Constexpr
+):
+    """out[8 d ..] <- block (J, J + d) of T^T for J = wid: T_IJ^T = -(sum_{J <= L < I} T_LJ^T A_IL^T) T_II^T; its rows r and r + 8
+    times `by_row` [2], unless that is None.
 
     A block column a warp, no exchange: each result is in the registers where the next product wants it. tf32 is enough, T is
     rounded to 16 bits in the end; what is in shared memory has been rounded to it.
@@ -89,7 +101,7 @@ def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I
         cols[e] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
     flat(cols, 8, 24).fill(0.0)  # never undefined: to the compiler that would be alive from the start
     out.fill(0.0)
-    flat(out, 0, 8).store(flat(cols, 0, 8).load().to(out.element_type))
+    put(out, cols, 0, by_row)
     for d in cutlass.range_constexpr(1, 4):
         if wid + d < 4:
             b = cute.make_rmem_tensor(((2,), 2, 2), F32)
@@ -105,4 +117,4 @@ def inverse_columns(mma: cute.TiledMma, sA: cute.Tensor, sD: cute.Tensor, wid: I
             for e in cutlass.range_constexpr(8):
                 cols[e + 8 * d] = -last[e]
             round_tf32(flat(cols, 8 * d, 8))
-            flat(out, 8 * d, 8).store(flat(cols, 8 * d, 8).load().to(out.element_type))
+            put(out, cols, d, by_row)

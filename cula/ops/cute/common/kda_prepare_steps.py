@@ -504,12 +504,12 @@ def second_pass(x: cutlass.Constexpr):
 
 
 @cute.jit
-def scale_rows(x: cutlass.Constexpr, b: cute.Tensor):
-    """k e^L to kb, q e^L to qg, in their places."""
+def scale_rows(x: cutlass.Constexpr, b: cutlass.Constexpr):
+    """k e^L to kb, q e^L to qg, in their places. Without b (None) it is to be T that has it."""
     here = x.room
     own_at, pre_at = x.at(here.kl_ql, 128), address(here.before) + 256 * x.block_row + 4 * x.c
     row8 = cute.make_rmem_tensor((8,), F16)
-    for e in cutlass.range_constexpr(8):
+    for e in cutlass.range_constexpr(8 if cutlass.const_expr(b is not None) else 0):
         row8[e] = (b[e // 2 % 2] if x.side == KEYS else F32(1.0)).to(F16)
     for half in cutlass.range(2, unroll=1):
         rows = [load_matrix((own_at ^ 32 * s) + HALF * half, F16) for s in range(4)]
@@ -518,7 +518,9 @@ def scale_rows(x: cutlass.Constexpr, b: cute.Tensor):
             pre8, scaled = [cute.make_rmem_tensor((8,), F16) for _ in range(2)]
             for e in cutlass.range_constexpr(8):
                 pre8[e] = pre[e % 2 + 2 * (e // 4)]
-            scaled.store(ours.load() * pre8.load() * row8.load())
+            scaled.store(ours.load() * pre8.load())
+            if cutlass.const_expr(b is not None):
+                scaled.store(scaled.load() * row8.load())
             store_matrix(scaled, (own_at ^ 32 * s) + HALF * half)
 
 
@@ -568,9 +570,9 @@ def place_a(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor):
 
 
 @cute.jit
-def invert(x: cutlass.Constexpr, cols: cute.Tensor):
-    """cols <- our rows of T^T, block column J = block_row of T, once all rows of A are in their place."""
-    inverse_columns(x.mmas[2], x.room.below, x.room.diagonal, x.block_row, x.lane, cols)
+def invert(x: cutlass.Constexpr, cols: cute.Tensor, b: cutlass.Constexpr = None):
+    """cols <- our rows of T^T, or of (T b)^T, block column J = block_row of T, once all rows of A are in their place."""
+    inverse_columns(x.mmas[2], x.room.below, x.room.diagonal, x.block_row, x.lane, cols, b)
 
 
 @cute.jit

@@ -20,9 +20,12 @@ Chunks are counted through all the heads of a cluster, so that preparing runs ah
 | an inbox: a chunk that the partner prepared                                                 | 65 K  |
 | v [64 tokens, 64 dv]                                                                        | 8 K   |
 
-What the walk needs of a chunk, kb, qg, kr, P, e^{G_C}, b and T, lies in one piece of its room, `PARCEL` bytes, and leaves as soon
+What the walk needs of a chunk, kb, qg, kr, P, e^{G_C} and T, lies in one piece of its room, `PARCEL` bytes, and leaves as soon
 as it is there. A room is free when both walks are done with its chunk, which also says that the copy has been made; g comes
 first, to the place of kb, with which they are done first.
+
+Rooms are few, so what counts is how soon a walk is done with one. Here it is T that has b, not kb: U = (T b) (v - S kb^T), and
+when a chunk comes, v and -S are in their places and the first product begins at once.
 
 | mbarrier    | says                                                     | arrivals              |
 |-------------|----------------------------------------------------------|-----------------------|
@@ -30,8 +33,8 @@ first, to the place of kb, with which they are done first.
 | `arrived`   | one of the partner's has come                            | 1, and its bytes      |
 | `half_free` | both walks have read kb and T, for each room             | 4 warps here, 4 there |
 | `free`      | and all else                                             | 4 warps here, 4 there |
-| `o_left`    | o, which was in memory of the room that is not sent, has left it | 4 warps       |
-| `taken`     | the partner's walk is done with its inbox                | 4 warps there         |
+| `o_left`    | o, which was in memory of the room that is not sent, has left it | 1             |
+| `taken`     | o, which was in the partner's inbox, has left it         | 1 there               |
 | `v_full`    | v is there                                               | 1, and its bytes      |
 """
 
@@ -53,7 +56,6 @@ from cula.ops.cute.common.inverse import inverse_pair
 from cula.ops.cute.common.kda import operands, prepare_mmas
 from cula.ops.cute.common.kda_prepare import clear_past_end, load_tiles, read_ahead, strengths
 from cula.ops.cute.common.kda_prepare_steps import (
-    BETA,
     KEYS,
     TILE,
     VEC,
@@ -90,10 +92,11 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
     tma_load,
     tma_split,
+    tma_store,
     wgmma,
 )
 from cula.ops.cute.sm90.kda_rows import keep_in_range, unscale_rows
-from cula.ops.cute.sm90.kda_walk import Walk, decay_columns, load_v
+from cula.ops.cute.sm90.kda_walk import Walk, copy_rows, decay_columns, load_v
 from cula.ops.cute.variants import Variant
 
 THREADS, WALKERS = 640, 16  # the first warp that walks
@@ -126,8 +129,8 @@ def item_at(item: I32, HV: I32, mCu: cute.Tensor, length: I32):
 
 # Preparing
 #
-# At each barrier all warps of a group wait, also where some have nothing to wait for: once warps pass by a barrier, compute-sanitizer's
-# racecheck takes others for broken, even in a kernel of ten lines. Their time is not measurable.
+# At each barrier all warps of a group wait, also where some need not: where warps pass by one, compute-sanitizer's racecheck
+# takes others for broken, in kernels of ten lines, too. What it costs could not be measured.
 
 
 def wait_in_a_branch(barrier: Any) -> None:
@@ -174,17 +177,19 @@ def prepare_in_place(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(here.bars, TILE)
         load_tiles(loads[:1], t0, here.bars)
+    raw_b, raw_g, slope = read_ahead(x, gates, thread, hv, t0)
+    until, after = triangles(r, c)
+    cute.arch.mbarrier_wait(here.bars, use & 1)
+    everyone.arrive_and_wait()  # the bias is there, too
+    if wid == 0:
         cute.arch.mbarrier_wait(free + group, (use + 1) & 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(here.bars + 1, 2 * TILE)
         load_tiles(loads[1:], t0, here.bars)
-    raw_b, raw_g, slope = read_ahead(x, gates, thread, hv, t0)
-    until, after = triangles(r, c)
-    cute.arch.mbarrier_wait(here.bars, use & 1)
     if left < 64:
         cute.arch.mbarrier_wait(here.bars + 1, use & 1)
         clear_past_end(loads, thread, left)
-    everyone.arrive_and_wait()
+        everyone.arrive_and_wait()
 
     L, rest = sum_gates(x, raw_g, slope, lower, until, after)
     cute.arch.mbarrier_wait(here.bars + 1, use & 1)
@@ -203,9 +208,9 @@ def prepare_in_place(
     if block_row == 0:
         inverse_pair(here.diagonal, side, 3 - side, lane)
     scores = second_pass(x)
+    scale_rows(x, None)
     for i in cutlass.range_constexpr(2):
         b[i] = here.beta[16 * block_row + r + 8 * i]  # not kept in registers
-    scale_rows(x, b)
     cute.arch.fence_proxy("async.shared", space="cta")
     everyone.arrive_and_wait()
     if wid == SENDER:  # tiles are complete; T and P follow
@@ -216,7 +221,7 @@ def prepare_in_place(
         place_a(x, scores, b)
         wait_in_a_branch(everyone)
         cols = cute.make_rmem_tensor((32,), kind.dtype)
-        invert(x, cols)
+        invert(x, cols, b)
         wait_in_a_branch(everyone)  # nobody reads A any more, T takes its place
         place_t(x, cols, here.T)
     else:
@@ -265,25 +270,42 @@ def tell_owner(bars: cute.Pointer, n: I32, rank: I32):
             arrive_there(bar, rank)
 
 
+@cute.jit
+def tell_o_left(bars: cutlass.Constexpr, n: I32, rank: I32):
+    """Shared memory in which o of chunk n was is free: in our room, or in the inbox, for which the partner waits."""
+    o_left, taken = bars
+    with cute.arch.elect_one():
+        if (n & 1) == rank:
+            cute.arch.mbarrier_arrive(o_left + ((n >> 1) & 1))
+        else:
+            arrive_there(taken, rank)
+
+
 def arrive_there(bar: Any, rank: Any) -> None:
     """Relaxed: what was read is in registers. A release would wait for o to reach global memory."""
     cute.arch.mbarrier_arrive(bar, 1 - rank, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
 
 @cute.jit
-def form_x(w: cutlass.Constexpr, rV: cute.Tensor, accX: cute.Tensor, stage: I32):
-    """X <- b v^T - X, v in the state's scale."""
+def negate(half: cute.Tensor):
+    """Of fp16 values: their signs."""
+    pairs = cute.recast_tensor(half, I32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = pairs[i] ^ I32(-0x7FFF8000)
+
+
+@cute.jit
+def take_v(w: cutlass.Constexpr, rV: cute.Tensor, accX: cute.Tensor):
+    """X <- v^T in the state's scale."""
     words, X = cute.recast_tensor(rV, I32), rows_and_columns(accX)
-    at_x = rows_and_columns(w.mmas[0].get_slice(w.thread).partition_C(cute.make_identity_tensor((64, 64))))
     both = cute.make_rmem_tensor((2,), F32)
     bits = cute.recast_tensor(both, I32)
     for j in cutlass.range_constexpr(0, cute.size(X, mode=[1]), 2):
-        beta = [w.sVec[0, BETA + at_x[0, j + i][1], stage] for i in range(2)]
         for a in cutlass.range_constexpr(2):
             word = words[j + a]
             bits[0], bits[1] = word << 16, word & I32(-0x10000)
             for i in cutlass.range_constexpr(2):
-                X[a, j + i] = beta[i] * (both[i] * w.factor[a]) - X[a, j + i]
+                X[a, j + i] = both[i] * w.factor[a]
 
 
 @cute.jit
@@ -301,6 +323,7 @@ def walk_chunk(
     v: cutlass.Constexpr,
     there: cutlass.Constexpr,
     half_free: cute.Pointer,
+    o_gone: cutlass.Constexpr,
     n: I32,
     warp_in: I32,
     chunk: I32,
@@ -308,7 +331,8 @@ def walk_chunk(
     stage: I32,
     left: I32,
 ):
-    """R, U, o and the new state; o is left in its accumulator while the state is on its way."""
+    """v - R, U, o and the new state; o is left in its accumulator while the state is on its way. All that can be is done before
+    the chunk is waited for: how long a room is occupied decides how fast chunks pass."""
     mma_x, mma_t, mma_s = w.mmas
     thr_x, thr_t, thr_s = [mma.get_slice(w.thread) for mma in w.mmas]
     bKb, bQg, bP, bT, bKr = w.operands
@@ -320,6 +344,12 @@ def walk_chunk(
     load_v(w, rV, I32(0), left, I32(1))
     half = rounded(accS, F16)
     keep_in_range(accS, half, rV, w.factor)
+    negate(half)
+    take_v(w, rV, accX)
+    # The next v may come when all warps have used theirs: a barrier alone does not wait for what is being read.
+    pipeline.NamedBarrier(barrier_id=4, num_threads=128).arrive_and_wait()
+    if warp_in == 0 and chunk + 1 < chunks:
+        ask_for_v(v, chunk + 1)
     ready, arrived = there
     if stage < INBOX:
         cute.arch.mbarrier_wait(ready + stage, (n >> 2) & 1)
@@ -328,18 +358,16 @@ def walk_chunk(
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, PARCEL)
         cute.arch.mbarrier_wait(arrived, (n >> 1) & 1)
-    issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
+    issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], True)
+    if warp_in == 0 and n > 0:  # the other warps are done with the last o since they came for v
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        tell_o_left(o_gone, n - 1, w.part)
     warpgroup.wait_group(0)
-    load_v(w, rV, I32(0), left, I32(1))  # again: no registers to keep it in
-    pipeline.NamedBarrier(barrier_id=4, num_threads=128).arrive_and_wait()  # all warps have it: the next
-    if warp_in == 0 and chunk + 1 < chunks:
-        ask_for_v(v, chunk + 1)
-    form_x(w, rV, accX, stage)
     issue(mma_t, accU, seen_as_a(rounded(accX, F16)), bT[None, None, None, stage], False)
     warpgroup.wait_group(0)
-    tell_owner(half_free, n, w.part)  # kb and T have been read
     aU = seen_as_a(rounded(accU, F16))
     issue(mma_x, accO, aU, bP[None, None, None, stage], False)
+    tell_owner(half_free, n, w.part)  # kb and T have been read
     for part in cutlass.range_constexpr(2):  # S in 16 bits once more, by halves: there are no registers to keep it in
         again = cute.make_rmem_tensor_like(accX, F16)
         again.store(cute.make_tensor(accS.iterator + 32 * part, accX.layout).load().to(F16))
@@ -365,6 +393,8 @@ def fused_kernel(
     gG: cute.Tensor,
     tma_v: cute.CopyAtom,
     gV: cute.Tensor,
+    tma_o: cute.CopyAtom,
+    gO: cute.Tensor,
     mG: cute.Tensor,
     mBeta: cute.Tensor,
     mBeta16: cute.Tensor,
@@ -417,11 +447,11 @@ def fused_kernel(
                 cute.arch.mbarrier_init(ready + g, 1)
                 cute.arch.mbarrier_init(half_free + g, 8)
                 cute.arch.mbarrier_init(free + g, 8)
-                cute.arch.mbarrier_init(o_left + g, 4)
+                cute.arch.mbarrier_init(o_left + g, 1)
             cute.arch.mbarrier_init(arrived, 1)
-            cute.arch.mbarrier_init(taken, 4)
+            cute.arch.mbarrier_init(taken, 1)
             cute.arch.mbarrier_init(v_full, 1)
-        for atom in (tma_q, tma_k, tma_g, tma_v):
+        for atom in (tma_q, tma_k, tma_g, tma_v, tma_o):
             cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive()
@@ -465,7 +495,7 @@ def fused_kernel(
         # -- walk over all, 64 rows dv
         cute.arch.setmaxregister_increase(WALK_REGISTERS)
         thread = tid % 128
-        warp_in, lane = warp_id & 3, cute.arch.lane_idx()
+        warp_in = warp_id & 3
         thr_x, thr_t, thr_s = mma_x.get_slice(thread), mma_t.get_slice(thread), mma_s.get_slice(thread)
         square = tile_layout(64, 64, dtype=F16)
         l16 = tile_layout(64, 128, dtype=F16)
@@ -487,15 +517,15 @@ def fused_kernel(
         w = Walk(
             rank, thread, (mma_x, mma_t, mma_s), accS, factor, (bKb, bQg, bP, bT, bKr), sVec, of_v, v_s, store_o, None, None, None
         )
-        together = pipeline.NamedBarrier(barrier_id=3, num_threads=128)
+        together, is_there = [pipeline.NamedBarrier(barrier_id=i, num_threads=128) for i in (3, 5)]
         n = I32(0)
         for item in cutlass.range(cluster, items, clusters, unroll=1):
             seq, hv, begin, tokens = item_at(item, HV, mCu, length)
             chunks = (tokens + 63) // 64
-            of_v_here = cute.local_tile(cute.domain_offset((begin, 0), gV[None, None, hv]), (64, 64), (None, rank))
-            o_column = 64 * rank + 16 * warp_in + 8 * (lane & 1)
-            o_row = cute.domain_offset((begin + (lane >> 1), o_column), mO[None, None, hv]).iterator
-            to_v, v_g = tma_split(tma_v, sV, of_v_here)
+            v_rows, o_tiles, o_rows = [
+                cute.local_tile(cute.domain_offset((begin, 0), t[None, None, hv]), (64, 64), (None, rank)) for t in (gV, gO, mO)
+            ]
+            to_v, v_g = tma_split(tma_v, sV, v_rows)
             v = (tma_v, v_g, to_v, v_full)
             if warp_in == 0 and chunks > 0:
                 ask_for_v(v, I32(0))
@@ -507,31 +537,27 @@ def fused_kernel(
                 stage = place_of(n, rank)
                 cute.arch.mbarrier_wait(v_full, n & 1)
                 left = tokens - chunk * 64
-                accO = walk_chunk(w, v, (ready, arrived), half_free, n, warp_in, chunk, chunks, stage, left)
+                accO = walk_chunk(w, v, (ready, arrived), half_free, (o_left, taken), n, warp_in, chunk, chunks, stage, left)
                 unscale_rows(rows_and_columns(accO), factor)
                 rO = rounded(accO)
-                warpgroup.wait_group(0)
-                tell_owner(free, n, rank)
                 together.arrive_and_wait()  # no warp reads qg any more
                 to_o = room_for_o(places, stage)
                 cute.copy(store_o, store_o.retile(rO), store_o.partition_D(swapped(to_o)))
-                cute.arch.sync_warp()
-                for p in cutlass.range_constexpr(4):  # our 16 columns: sectors of 32 bytes
-                    row, piece = 16 * p + (lane >> 1), 2 * warp_in + (lane & 1)
-                    if row < left:
-                        to = (o_row + Int64(chunk * 64 + 16 * p) * mO.stride[0]).align(16)
-                        eight = cute.make_tensor(to, cute.make_layout((1, 8)))
-                        cute.autovec_copy(cute.local_tile(to_o, (1, 8), (row, piece)), eight)
-                cute.arch.fence_proxy("async.shared", space="cta")  # what comes next here comes by copies
-                with cute.arch.elect_one():
-                    if stage < INBOX:
-                        cute.arch.mbarrier_arrive(o_left + stage)
-                    else:
-                        arrive_there(taken, rank)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                is_there.arrive_and_wait()
+                if left < 64:  # TMA would write on into the next sequence
+                    copy_rows(to_o, o_rows[None, None, chunk], thread, left)
+                elif warp_in == 0:
+                    o_s, o_g = tma_split(tma_o, to_o, o_tiles)
+                    cute.copy(tma_o, o_s, o_g[None, chunk])
+                    cute.arch.cp_async_bulk_commit_group()
+                warpgroup.wait_group(0)
+                tell_owner(free, n, rank)
                 n += 1
             unscale_rows(S, factor)
             if has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
+        cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.cluster_arrive()  # the partner may still send
     cute.arch.cluster_wait()
 
@@ -585,6 +611,7 @@ def fused_host(
     lt, lv = tile_layout(64, 128), tile_layout(64, 64, 1)
     (tma_q, gQ), (tma_k, gK), (tma_g, gG) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK, mG)]
     tma_v, gV = tma_load(by_head(mV), lv, (64, 64))
+    tma_o, gO = tma_store(by_head(mO), tile_layout(64, 64), (64, 64))
     mmas = (wgmma(64, K_MAJOR, True, F16), wgmma(64, MN_MAJOR, True, F16), wgmma(128, MN_MAJOR, True, F16))
     fused_kernel(
         tma_q,
@@ -595,6 +622,8 @@ def fused_host(
         gG,
         tma_v,
         gV,
+        tma_o,
+        gO,
         gates,
         mBeta,
         mBeta16,

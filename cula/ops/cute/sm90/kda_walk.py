@@ -154,13 +154,16 @@ def store_last_o(w: cutlass.Constexpr, o_rows: cute.Tensor, chunk: I32, left: I3
     """The rest of a sequence that is less than a chunk: TMA would write on into the next sequence."""
     if left < 64:
         pipeline.NamedBarrier(barrier_id=1 + w.part, num_threads=128).arrive_and_wait()  # all warps have handed it over
-        for p in cutlass.range_constexpr(4):
-            row = p * 16 + w.thread // 8
-            if row < left:
-                cute.autovec_copy(
-                    cute.local_tile(w.sO, (1, 8), (row, w.thread % 8)),
-                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (row, w.thread % 8)),
-                )
+        copy_rows(w.sO, o_rows[None, None, chunk], w.thread, left)
+
+
+@cute.jit
+def copy_rows(source: cute.Tensor, to: cute.Tensor, thread: I32, rows: I32):
+    """Some of the rows of a [64, 64] tile in 16 bits, by 128 threads."""
+    for p in cutlass.range_constexpr(4):
+        row = p * 16 + thread // 8
+        if row < rows:
+            cute.autovec_copy(*[cute.local_tile(t, (1, 8), (row, thread % 8)) for t in (source, to)])
 
 
 @cute.jit
