@@ -19,7 +19,8 @@ MIN_REPEATS, MAX_REPEATS = 5, 60
 SHORT_MS = 0.2  # calls shorter than this are captured several times in one graph
 MAX_COPIES = 20
 HOST_REPEATS = 25
-LOOP_BATCHES, LOOP_CALLS, LOOP_SECONDS = 15, 100, 0.01  # calls a batch: this many, or what fits in the time
+LOOP_CALLS, LOOP_SECONDS = 100, 0.01  # calls a batch: this many, or what fits in the time
+LOOP_SPAN = 1.0  # seconds of batches: a host's clock takes some tenths of one to rise
 
 
 @dataclass
@@ -171,7 +172,7 @@ def wall(run: Callable[[], Any], device: torch.device) -> Timing:
 
 
 def measure_loop(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds until a call returns that follows others like it: the median of batches, the device idle before each.
+    """Milliseconds until a call returns that follows others like it: the median of a second of batches, each on an idle device.
 
     What a model pays for one of many calls; a call on its own (`host_ms`) finds the host's caches cold after a wait.
     """
@@ -185,7 +186,10 @@ def measure_loop(run: Callable[[], Any], device: torch.device) -> float:
         return (time.perf_counter() - began) / calls
 
     calls = max(1, min(LOOP_CALLS, int(LOOP_SECONDS / max(batch(1), 1e-6))))
-    found = statistics.median(batch(calls) for _ in range(LOOP_BATCHES))
+    began, batches = time.perf_counter(), []
+    while time.perf_counter() - began < LOOP_SPAN:
+        batches.append(batch(calls))
+    found = statistics.median(batches)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found * 1e3
