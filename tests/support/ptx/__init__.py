@@ -29,6 +29,7 @@ same place go through them together. Instructions that no kernel has used yet ra
 | `launch.py`                         | the grid                                                                      |
 | `barriers.py`, `copies.py`          | named barriers and mbarriers; TMA, bulk copies, cp.async                      |
 | `races.py`                          | what barriers order, and accesses of shared memory that they do not           |
+| `flight.py`                         | reads of shared memory that a barrier does not wait for                       |
 | `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `memory.py`, `values.py`            | global memory, TMA descriptors, operands in shared memory; number formats     |
 """

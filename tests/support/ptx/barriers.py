@@ -78,7 +78,7 @@ class Barriers:
         rounds, waits = barrier[1], "arrive" not in i.parts
         if block.races is not None:
             barrier[3] = block.races.new_clock() if barrier[3] is None else barrier[3]
-            block.races.release(block, warp, barrier[3])
+            block.races.release(block, warp, i.place, barrier[3])
         clock = barrier[3]
         if waits and i.parts[0] == "bar":  # which is short for barrier.aligned
             if barrier[2] not in (None, id(i)):
@@ -115,7 +115,7 @@ class Barriers:
         for lane in np.flatnonzero(lanes):
             barrier, n = find(addresses[lane]), int(numbers[lane])
             if block.races is not None:
-                block.races.release(block, warp, barrier.coming)
+                block.races.release(block, warp, i.place, barrier.coming)
             if expects:
                 barrier.expect(n)
             if arrives:

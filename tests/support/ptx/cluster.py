@@ -110,7 +110,7 @@ class ClusterBarrier:
             self.arrivals[own] += 1
             if block.races is not None:
                 clock = self.clocks.setdefault(self.arrivals[own][0], block.races.new_clock())
-                block.races.release(block, warp, clock)
+                block.races.release(block, warp, i.place, clock)
             block.cluster.progress += 1
             return None
         self.waits[own] += 1

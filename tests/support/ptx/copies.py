@@ -123,7 +123,7 @@ class Copies:
         clock = None
         if block.races is not None:
             block.races.copy(i, block, warp, owner, shared, n, True, barrier)
-            clock = block.races.issue(block, warp, barrier)
+            clock = block.races.issue(block, warp, i.place, barrier)
 
         def arrive():
             if owner is not block and (owner.has_ended() or block.has_ended()):

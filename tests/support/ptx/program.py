@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX text to numbered instructions and registers; straight-line pieces of it to Python functions, made when first needed."""
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.support.ptx import operations
+from tests.support.ptx.flight import reads_in_flight
 from tests.support.ptx.instruction import (
     ALL_VIEWS,
     COLLECTIVES,
@@ -179,6 +181,11 @@ class Program:
         return name
 
     # Functions.
+
+    @functools.cached_property
+    def in_flight(self):
+        """Places of reads of shared memory that may not have happened, by the places of releases."""
+        return reads_in_flight(self)
 
     def source(self, at):
         """Python for an instruction that needs no scheduler and has no predicate, else ""."""

@@ -10,9 +10,14 @@ Checked are ld, st, red, ldmatrix, stmatrix, and what runs by itself. An operand
 wait, a copy that is waited for with its group belongs to its warp from issue to wait. A copy whose bytes an mbarrier counts is
 an access at its issue, but only that barrier says that what it writes is there, and hands on what the issuer knew.
 
+A barrier does not wait for what a warp is reading: ld and ldmatrix have happened when something uses what they read (see
+`flight.py`). Stores of the same block, cp.async too, queue behind such a read. A copy whose bytes an mbarrier counts does not:
+to it a read that is in flight at a release comes after that release, also a read of the warp that sets the copy going.
+
 Not checked: operands of tcgen05, what a copy to another block reads after its issue, lanes of a warp against each other, barriers
 themselves. Fences are not seen: an arrival counts as a release even if it is relaxed. Of several unordered reductions the
-last is remembered.
+last is remembered. Of reads in flight the same: the last by each instruction, which counts where lanes go ways of their own;
+and stores from another block, which have no such queue, are taken to wait for them.
 """
 
 import numpy as np
@@ -34,6 +39,13 @@ class Races:
         self.clocks, self.slots = np.eye(n, n + len(cluster.blocks) * BARRIERS, dtype=np.int32), n
         self.writer, self.written, self.writer_place = (np.zeros(units, np.int32) for _ in range(3))
         self.read, self.reader_place = (np.zeros((units, n), np.int32) for _ in range(2))
+        # The same of reads that a release did not wait for, with a time after it: for writers that do not queue behind them.
+        self.flying, self.flying_place = (np.zeros((units, n), np.int32) for _ in range(2))
+        self.flew = np.zeros(units, bool)  # whether there is any
+        self.in_flight = program.in_flight
+        self.can_fly = set().union(*self.in_flight.values())
+        # For each warp, by the place of such a read: what it touched the last time, in parts.
+        self.latest = [{} for _ in range(n)]
 
     # Order.
 
@@ -48,16 +60,26 @@ class Races:
         self.slots += 1
         return self.slots - 1
 
-    def release(self, block, warp, clock):
+    def release(self, block, warp, place, clock):
         """All that a warp has done or knows of comes before what `clock` is handed to; what it does next does not."""
         own = block.rank * self.warps + warp
         np.maximum(clock, self.clocks[own], out=clock)
+        self.fly(own, place)
         self.clocks[own, own] += 1
 
-    def issue(self, block, warp, barrier=None):
+    def fly(self, own, place):
+        """Reads of a warp that are in flight at a release happen, at the latest, after it."""
+        in_flight = self.in_flight.get(place, ())
+        self.latest[own] = {read: parts for read, parts in self.latest[own].items() if read in in_flight}
+        for read, parts in self.latest[own].items():
+            for units in parts.values():
+                self.flying[units, own] = self.clocks[own, own] + 1
+                self.flying_place[units, own], self.flew[units] = read, True
+
+    def issue(self, block, warp, place, barrier=None):
         """The clock of what a warp sets going; with `barrier`, of a copy that it counts."""
         clock = self.new_clock()
-        self.release(block, warp, clock)
+        self.release(block, warp, place, clock)
         if barrier is not None:
             clock[barrier.slot] = barrier.phases + 1
         return clock
@@ -86,11 +108,14 @@ class Races:
         lanes = np.arange(v.start, v.stop).reshape(-1, 32)[:, 8 * j : 8 * j + 8]
         on = slice(None) if m is None else m.reshape(-1, 32)[:, 8 * j : 8 * j + 8]
         start = 16 * rows + v.block.rank * self.cluster.smem.shape[1]
-        self.check(place, v.block, lanes[on].ravel() // 32, start[on].ravel(), 16, self.code[place].parts[0] == "stmatrix")
+        is_write = self.code[place].parts[0] == "stmatrix"
+        self.check(place, v.block, lanes[on].ravel() // 32, start[on].ravel(), 16, is_write, part=j)
 
     def copy(self, i, block, warp, owner, address, n, is_write, barrier=None):
         """A warp of a block sets going what reads or writes n bytes at an address of a block's shared memory."""
         start = address - SMEM_BASE + owner.rank * self.cluster.smem.shape[1] + np.arange(0, n, min(n, 16))
+        if barrier is not None:
+            self.fly(block.rank * self.warps + warp, i.place)
         self.check(i.place, block, np.full(len(start), warp), start, min(n, 16), is_write, barrier)
 
     def operand(self, place, block, warps, offsets):
@@ -98,7 +123,7 @@ class Races:
         start = np.tile(offsets.ravel() + block.rank * self.cluster.smem.shape[1], len(warps))
         self.check(place, block, np.repeat(warps, offsets.size), start, 2, False)
 
-    def check(self, place, block, warps, start, n, is_write, barrier=None):
+    def check(self, place, block, warps, start, n, is_write, barrier=None, part=0):
         """Threads of some warps access n bytes each, from `start` in the cluster's shared memory on."""
         each = max(1, n // UNIT)
         units = (start[:, None] // UNIT + np.arange(each)).ravel()
@@ -111,11 +136,18 @@ class Races:
         if not is_write:
             self.read[units, own] = self.clocks[own, own]
             self.reader_place[units, own] = place
+            for warp in np.unique(own) if place in self.can_fly else ():
+                self.latest[warp].setdefault(place, {})[part] = units[own == warp]
             return
         unknown = self.read[units] > self.clocks[own, : self.read.shape[1]]
         unknown[np.arange(len(own)), own] = False
         other = unknown.argmax(1)
         self.report(place, own, units, unknown.any(1), other, self.reader_place[units, other])
+        if barrier is not None and self.flew[units].any():
+            unknown = self.flying[units] > self.clocks[own, : self.flying.shape[1]]
+            other = unknown.argmax(1)
+            note = ", which may still be reading"
+            self.report(place, own, units, unknown.any(1), other, self.flying_place[units, other], note)
         self.writer_place[units] = place
         if barrier is not None:
             self.writer[units], self.written[units] = barrier.slot, barrier.phases + 1
@@ -125,13 +157,13 @@ class Races:
             last = self.writer[units]
             self.report(place, own, units, last != own, last, self.writer_place[units])  # at once, by one instruction
 
-    def report(self, place, own, units, is_race, others, other_places):
+    def report(self, place, own, units, is_race, others, other_places, note=""):
         if not is_race.any():
             return
         k = int(is_race.argmax())
         rank, at = divmod(int(units[k]) * UNIT, self.cluster.smem.shape[1])
         raise SimulationError(
-            f"a race: {self.say(own[k], place)} and, not ordered before it, {self.say(others[k], other_places[k])}; "
+            f"a race: {self.say(own[k], place)} and, not ordered before it, {self.say(others[k], other_places[k])}{note}; "
             f"{at} bytes into the shared memory of block {self.cluster.blocks[rank].index}"
         )
 

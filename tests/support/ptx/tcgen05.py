@@ -72,7 +72,7 @@ class TensorMemory:
         elif kind == "commit":
             addresses = self.block.address(i.args[0], warp)
             for lane in np.flatnonzero(lanes):
-                self.commit((warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
+                self.commit(i, (warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
         elif kind == "mma":
             if lanes.sum() != 1:
                 raise SimulationError("tcgen05.mma is issued by more than one lane: each would run it")
@@ -172,10 +172,10 @@ class TensorMemory:
 
     # Products.
 
-    def commit(self, thread, barrier):
+    def commit(self, i, thread, barrier):
         """The mbarrier gets one arrival when everything THIS thread issued before has completed."""
         work, block = self.queues.pop(thread, []), self.block
-        clock = None if block.races is None else block.races.issue(block, thread[0])
+        clock = None if block.races is None else block.races.issue(block, thread[0], i.place)
 
         def arrive():
             for product in work:

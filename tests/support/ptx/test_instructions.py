@@ -13,7 +13,7 @@ from tests.support.ptx.values import bf16_to_f32, f32_to_bf16, f32_to_f16, narro
 PROGRAM = """
 .extern .shared .align 1024 .b8 shared[];
 .entry one(.param .u64 x, .param .u64 y, .param .u64 z)
-.reqntid 32, 1, 1
+.reqntid @THREADS@, 1, 1
 {
  .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<9>; .reg .b16 %rs<9>;
  mov.u32 %r0, %tid.x;
@@ -28,15 +28,15 @@ PROGRAM = """
 """
 
 
-def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False):
+def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False, threads=32):
     """What %r3 holds in each lane after a body that finds x in %r1 and y in %r2; all as bits."""
     gmem = GlobalMemory(1 << 16)
     x = np.ascontiguousarray(x).view(np.uint32)
     y = x if y is None else np.ascontiguousarray(y).view(np.uint32)
-    (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(32 * cluster, np.uint32))
+    (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(threads * cluster, np.uint32))
     parameters = [struct.pack("<Q", p) for p in (px, py, pz)]
-    size = (cluster, 1, 1)
-    launch.run(PROGRAM.replace("@BODY@", body), "one", parameters, size, gmem, smem_bytes, order, cluster=size, races=races)
+    program, size = PROGRAM.replace("@THREADS@", str(threads)).replace("@BODY@", body), (cluster, 1, 1)
+    launch.run(program, "one", parameters, size, gmem, smem_bytes, order, cluster=size, races=races)
     return out.copy()
 
 
@@ -293,6 +293,73 @@ class TestClusters:
     def test_who_has_ended_is_not_waited_for(self):
         body = "setp.eq.u32 %p2, %r6, 0; @%p2 bra END;" + self.SYNC + "END: mov.b32 %r3, %r1;"
         np.testing.assert_array_equal(self.run(body), self.X)
+
+
+class TestReadsInFlight:
+    """Two warps: the first reads, both come to a barrier, the second overwrites what was read, by a copy or by stores."""
+
+    START = """
+    and.b32 %r4, %r0, 31; shl.b32 %r4, %r4, 2; mov.u32 %r5, shared; add.u32 %r5, %r5, %r4; setp.lt.u32 %p3, %r0, 32;
+    setp.eq.u32 %p1, %r0, 32; @%p1 mbarrier.init.shared.b64 [shared+512], 1; bar.sync 0;
+    """
+    LOAD = "ld.shared.b32 %r6, [%r5];"
+    MATRIX = """
+    shl.b32 %r8, %r0, 4; and.b32 %r8, %r8, 112; add.u32 %r8, %r8, shared;
+    ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r8];
+    """
+    FIRST, USE, SYNC = "@!%p3 bra A;", "add.s32 %r3, %r6, 1;", "A: bar.sync 0;"
+    COPY = """
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [shared+512], 128;
+    @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [shared], [%rd0+-128], 128, [shared+512];
+    """
+    STORE = "@!%p3 st.shared.b32 [%r5], %r1;"
+    WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [shared+512], 0; @!%p2 bra W;"
+
+    def run(self, body, order="late"):
+        run(self.START + body, np.concatenate([U, V]), order=order, races=True, threads=64)
+
+    @pytest.mark.parametrize("order", ["late", "first"])
+    def test_a_copy_may_come_before_what_nobody_has_used(self, order):
+        move, again, end = "mov.b32 %r7, %r6;", "bar.sync 0;", self.COPY + self.WAIT
+        for read in (self.FIRST + self.LOAD, self.FIRST + self.MATRIX):
+            for right in (
+                self.USE + self.SYNC,
+                move + "add.s32 %r3, %r7, 1;" + self.SYNC,
+                self.SYNC + self.USE + again,
+            ):
+                self.run(read + right + end, order)
+            for wrong in (self.SYNC, self.SYNC + again, move + self.SYNC):
+                with pytest.raises(SimulationError, match=r"a race: warp 1 .* at ld.* which may still be reading"):
+                    self.run(read + wrong + end + self.USE, order)
+
+    def test_stores_queue_behind_a_read(self):
+        self.run(self.FIRST + self.LOAD + self.SYNC + self.STORE + self.USE)
+
+    def test_an_arrival_does_not_wait_for_reads_either(self):
+        start = "@%p1 mbarrier.init.shared.b64 [shared+520], 32; bar.sync 0;"
+        arrive = "mbarrier.arrive.shared.b64 _, [shared+520]; bra B;"
+        end = self.WAIT.replace("W", "A").replace("512", "520") + self.COPY + self.WAIT + "B: " + self.USE
+        self.run(start + self.FIRST + self.LOAD + self.USE + arrive + end)
+        with pytest.raises(SimulationError, match="which may still be reading"):
+            self.run(start + self.FIRST + self.LOAD + arrive + end)
+
+    def test_a_read_of_the_round_before_has_been_made(self):
+        """A loop whose reads are used behind its barrier, one round's place overwritten in the next."""
+        body = """
+        mov.b32 %r7, 0;
+        L: @!%p3 bra A; ld.shared.b32 %r6, [%r5]; A: bar.sync 0; add.s32 %r3, %r3, %r6;
+        xor.b32 %r5, %r5, 128; add.s32 %r7, %r7, 1; setp.lt.u32 %p4, %r7, 2; @%p4 bra L;
+        """
+        self.run(body + self.COPY + self.WAIT)
+        with pytest.raises(SimulationError, match="which may still be reading"):
+            self.run(body + self.COPY.replace("[shared],", "[shared+128],") + self.WAIT)
+
+    def test_a_warp_may_overtake_itself(self):
+        read, wait = "setp.eq.u32 %p1, %r0, 0;" + self.FIRST + self.LOAD, "A: " + self.WAIT
+        copy = self.COPY.replace("+-128", "")
+        self.run(read + self.USE + copy + wait)
+        with pytest.raises(SimulationError, match=r"a race: warp 0 .* warp 0 .* which may still be reading"):
+            self.run(read + copy + wait + self.USE)
 
 
 def test_a_hang_is_reported():
