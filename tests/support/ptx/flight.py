@@ -32,9 +32,9 @@ def reads_in_flight(program):
             state, place = after(i, state), place + 1
             if i.parts[0] == "bra":
                 following.append(program.labels[i.args[0]])
-            elif i.parts[0] in ("ret", "exit") and not i.predicate:
+            if i.parts[0] in ("bra", "ret", "exit") and not i.predicate:
                 break
-            if (following and i.predicate) or place in program.joins:
+            if following or place in program.joins:
                 following.append(place)
         for at in following:
             both = dict(entered.get(at, {}))

@@ -12,12 +12,13 @@ an access at its issue, but only that barrier says that what it writes is there,
 
 A barrier does not wait for what a warp is reading: ld and ldmatrix have happened when something uses what they read (see
 `flight.py`). Stores of the same block, cp.async too, queue behind such a read. A copy whose bytes an mbarrier counts does not:
-to it a read that is in flight at a release comes after that release, also a read of the warp that sets the copy going.
+to it a read that is in flight at a release comes after that release, also a read of the warp that sets the copy going. Whether
+the value read matters is not known: what is read for nothing is reported too.
 
 Not checked: operands of tcgen05, what a copy to another block reads after its issue, lanes of a warp against each other, barriers
-themselves. Fences are not seen: an arrival counts as a release even if it is relaxed. Of several unordered reductions the
-last is remembered. Of reads in flight the same: the last by each instruction, which counts where lanes go ways of their own;
-and stores from another block, which have no such queue, are taken to wait for them.
+themselves, stores from another block against reads in flight. Fences are not seen: an arrival counts as a release even if it
+is relaxed. Of several unordered reductions the last is remembered; of reads in flight by one instruction likewise, if lanes
+come to it apart.
 """
 
 import numpy as np
