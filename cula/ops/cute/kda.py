@@ -2,7 +2,7 @@
 """KDA on the CuTe kernels of Hopper and Blackwell: which variant, how sequences are cut, and the launch.
 
 `common/kda_prepare.py` and the architecture's `kda_state.py` say what the kernels compute. `sm90/kda_fused.py` is both in
-one, for full GPUs. Forward only: the gradient is another backend's.
+one, for full GPUs and short calls. Forward only: the gradient is another backend's.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def below(sA, i, j):
 
 
 @cute.jit
-def put(out: cute.Tensor, cols: cute.Tensor, d: cutlass.Constexpr, by_row: cutlass.Constexpr):
-    """Block d to where it is rounded."""
+def round_block(out: cute.Tensor, cols: cute.Tensor, d: cutlass.Constexpr, by_row: cutlass.Constexpr):
+    """out[8 d ..] <- cols[8 d ..], rows r and r + 8 times `by_row`, unless that is None, in the precision of `out`."""
     block = cute.make_rmem_tensor((8,), F32)
     for e in cutlass.range_constexpr(8):
         block[e] = cols[8 * d + e] if cutlass.const_expr(by_row is None) else cols[8 * d + e] * by_row[e // 2 % 2]
@@ -101,7 +101,7 @@ def inverse_columns(
         cols[e] = first[8 * (e // 4) + 2 * c + e % 2, r + 8 * (e // 2 % 2)]
     flat(cols, 8, 24).fill(0.0)  # never undefined: to the compiler that would be alive from the start
     out.fill(0.0)
-    put(out, cols, 0, by_row)
+    round_block(out, cols, 0, by_row)
     for d in cutlass.range_constexpr(1, 4):
         if wid + d < 4:
             b = cute.make_rmem_tensor(((2,), 2, 2), F32)
@@ -117,4 +117,4 @@ def inverse_columns(
             for e in cutlass.range_constexpr(8):
                 cols[e + 8 * d] = -last[e]
             round_tf32(flat(cols, 8 * d, 8))
-            put(out, cols, d, by_row)
+            round_block(out, cols, d, by_row)

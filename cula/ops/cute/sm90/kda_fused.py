@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on Hopper in one pass: chunks are prepared and walked over on the same multiprocessors, with nothing but shared memory
-between. For calls whose (sequence, head) pairs fill the GPU; it needs no workspace.
+between. For calls whose (sequence, head) pairs fill the GPU, and for short ones; it needs no workspace.
 
 The steps are those of `kda_prepare.py` and `kda_walk.py`. Registers decide the schedule: a state [128 dv, 128 dk] in float32 and
 what it is multiplied with leave too few for warps that prepare. So two multiprocessors share a head, a cluster of two blocks:
@@ -282,7 +282,7 @@ def tell_o_left(bars: cutlass.Constexpr, n: I32, rank: I32):
 
 
 def arrive_there(bar: Any, rank: Any) -> None:
-    """Relaxed: what was read is in registers. A release would wait for o to reach global memory."""
+    """Relaxed: what was read is in registers, or has been copied. A release would wait for all that this thread has stored."""
     cute.arch.mbarrier_arrive(bar, 1 - rank, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
 
@@ -654,6 +654,6 @@ def fused_host(
 def variants() -> Iterator[Variant]:
     """What fits into shared memory: fp16 operands, and gates of 16 bits, one a channel."""
     numbers = [Int64(0)] * 11 + [Int64(8)] * 11 + [I32(1)] * 4 + [F32(1.0), F32(-5.0), F32(1.0)] + [I32(1)] * 5
-    uses = ("wgmma", "tma_load", "mma", "ldmatrix")
+    uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
     for kind in (Kind(F16, BF16, True), Kind(F16, BF16, False)):
         yield Variant(f"fused_{kind.name}", fused_host, (*numbers, make_fake_stream(), kind), uses=uses)
