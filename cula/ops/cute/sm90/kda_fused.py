@@ -29,7 +29,7 @@ when a chunk comes, v and -S are in their places and the first product begins at
 
 | mbarrier    | says                                                     | arrivals              |
 |-------------|----------------------------------------------------------|-----------------------|
-| `ready`     | a chunk of our own is prepared, for each room            | 1                     |
+| `ready`     | a chunk of our own is prepared, for each room            | 256 threads           |
 | `arrived`   | one of the partner's has come                            | 1, and its bytes      |
 | `half_free` | both walks have read kb and T, for each room             | 4 warps here, 4 there |
 | `free`      | and all else                                             | 4 warps here, 4 there |
@@ -229,10 +229,10 @@ def prepare_in_place(
         for _ in range(2):
             wait_in_a_branch(everyone)
     cute.arch.fence_proxy("async.shared", space="cta")
-    everyone.arrive_and_wait()
+    cute.arch.mbarrier_arrive(ready + group)  # each thread for itself: so racecheck can follow
     if wid == SENDER:
+        cute.arch.mbarrier_wait(ready + group, use & 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ready + group)
             send(start + P_AT, inbox + P_AT, PARCEL - P_AT, arrived, other)
 
 
@@ -444,7 +444,7 @@ def fused_kernel(
                     cute.arch.mbarrier_init(here.bars + i, 1)
         with cute.arch.elect_one():
             for g in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(ready + g, 1)
+                cute.arch.mbarrier_init(ready + g, 256)
                 cute.arch.mbarrier_init(half_free + g, 8)
                 cute.arch.mbarrier_init(free + g, 8)
                 cute.arch.mbarrier_init(o_left + g, 1)
