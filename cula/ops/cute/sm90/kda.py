@@ -30,14 +30,14 @@ def launch_state(
     mV, mO = tokens
     mH0, mHt = states
     has_h0, has_ht, per_segment, length, steps, segments, _, helpers = sizes
-    lw, lv, lm = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES), tile_layout(128, 128, dtype=dtype)
+    lw, lv = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES)
     lq, lo = tile_layout(32, 32, 4 * STAGES, dtype), tile_layout(64, 64, 2)
     tma_tiles, gTiles = tma_load(work.tiles, lw, (64, 128))
     (tma_t, gT), (tma_p, gP) = [tma_load(t, lq, (32, 32)) for t in (work.T, work.P)]
     tma_vec, gVec = tma_load(work.all_vecs, cute.make_layout((1, VEC)), (1, VEC))
     tma_v, gV = tma_load(by_head(mV), lv, (64, 128))
     tma_o, gO = tma_store(by_head(mO), lo, (64, 64))
-    tma_m, gM = tma_load(work.all_m, lm, (128, 128))
+    tma_m, gM = tma_load(work.all_m, lw, (64, 128))
     mmas = (wgmma(64, K_MAJOR, True, dtype), wgmma(64, MN_MAJOR, True, dtype), wgmma(128, MN_MAJOR, True, dtype))
     state_kernel(
         tma_tiles,
@@ -72,7 +72,6 @@ def launch_state(
         lw,
         lv,
         lo,
-        lm,
         dtype,
     ).launch(
         grid=(work.vec.shape[1], helpers + segments, 1),

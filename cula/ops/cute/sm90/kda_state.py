@@ -85,87 +85,100 @@ def store_b(acc: cute.Tensor, mB: cute.Tensor, record: I32, part: I32, thread: I
     cute.autovec_copy(in_fours(acc), place_of_b(mB, record, part, thread))
 
 
+# Maps on their way. A [128, 128] matrix M passes through the memory of the chunks' tiles, in two pieces of [64, 128]; of the two
+# stages only the one that the first chunk of the walk is not in, so that this one comes meanwhile. fp16 has room for two maps
+# there; in bf16 M is a pair, hi + lo, and one fills it.
+
+
+def halves_of(dtype: Any) -> int:
+    return 1 if dtype is F16 else 2
+
+
+def tile_of(map_place: Any, half: int, piece: int, stage: Any, dtype: Any) -> Any:
+    """The number, among the tiles of all stages, of a piece of M."""
+    return 2 * (2 * (halves_of(dtype) * map_place + half) + piece) + stage
+
+
 @cute.jit
-def load_map(
+def feed_maps(
     tma_m: cute.CopyAtom,
-    parts: cutlass.Constexpr,
-    bar: cute.Pointer,
-    odd: cutlass.Constexpr,
-    halves: cutlass.Constexpr,
+    m_g: cute.Tensor,
+    m_s: cute.Tensor,
+    bars: cutlass.Constexpr,
     record: I32,
+    step: I32,
+    n: I32,
+    stage: I32,
+    dtype: cutlass.Constexpr,
 ):
-    """M of a segment, hi or hi and lo, into one of the two places."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(bar, halves * MAP_BYTES)
-    for half in cutlass.range_constexpr(halves):
-        s_part, g_part = parts[2 * odd + half]
-        cute.copy(tma_m, g_part[None, 2 * record + half], s_part, tma_bar_ptr=bar)
+    """The producer: maps record, record + step, ..., n of them, each when its place is free; returns when all places are."""
+    there, gone = bars
+    halves = cutlass.const_expr(halves_of(dtype))
+    places = cutlass.const_expr(2 // halves)
+    for i in cutlass.range(n + places, unroll=1):
+        place = i % places
+        if i >= places:
+            cute.arch.mbarrier_wait(gone + place, (i // places + 1) % 2)
+        if i < n:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(there + place, halves * MAP_BYTES)
+            for half in cutlass.range_constexpr(halves):
+                for piece in cutlass.range_constexpr(2):
+                    source = m_g[None, 4 * (record + i * step) + 2 * half + piece]
+                    to = m_s[None, tile_of(place, half, piece, stage, dtype)]
+                    cute.copy(tma_m, source, to, tma_bar_ptr=there + place)
 
 
 @cute.jit
 def chain(
-    accS: cute.Tensor,
-    factor: cute.Tensor,
-    mma_s: cute.TiledMma,
-    thr_s: cutlass.Constexpr,
-    maps: cutlass.Constexpr,
-    tiles: cutlass.Constexpr,
-    lm: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    bars: cute.Pointer,
-    both: cutlass.Constexpr,
-    part: I32,
-    thread: I32,
-    is_issuer: cutlass.Boolean,
+    w: cutlass.Constexpr,
+    mB: cute.Tensor,
+    bM: cute.Tensor,
+    bars: cutlass.Constexpr,
     record: I32,
     step: I32,
     n: I32,
+    stage: I32,
+    dtype: cutlass.Constexpr,
 ):
     """accS <- M_{n-1} (... M_0 S + B_0 ...) + B_{n-1}; map i has the number record + i * step.
 
-    In bf16 S and M are pairs, hi + lo (their product leaves lo lo out); fp16 has the mantissa of tf32: hi is enough. Maps pass
-    through the memory of the chunks' tiles (a [128, 128] one is two stages of [64, 128]), in two places by turns, so that the
-    next comes while one is applied.
+    In bf16 S is a pair too, hi + lo (their product leaves lo lo out); fp16 has the mantissa of tf32: hi is enough.
     """
-    tma_m, gM, mB = maps
-    halves = 1 if cutlass.const_expr(dtype is F16) else 2
-    sM = [tile_at(t, lm, dtype) for t in tiles]
-    bM = [thr_s.make_fragment_B(thr_s.partition_B(swapped(s))) for s in sM]  # [N = dk out, K = dk in]
-    parts = [tma_split(tma_m, s, cute.local_tile(gM, (128, 128), (None, 0))) for s in sM]
-    for odd in cutlass.range_constexpr(2):
-        if odd < n and is_issuer:
-            load_map(tma_m, parts, bars + odd, odd, halves, record + odd * step)
+    accS, factor, mma_s = w.accS, w.factor, w.mmas[2]
+    there, gone = bars
+    halves = cutlass.const_expr(halves_of(dtype))
+    places = cutlass.const_expr(2 // halves)
     # B of the next step comes while one is multiplied. (Only where a factor is applied to it: else the compiler would load it
     # right into accumulators in flight.)
     is_ahead = cutlass.const_expr(dtype is F16)
     following = cute.make_rmem_tensor_like(accS, F32)
     if is_ahead:
-        load_b(mB, record, part, thread, following)
-    for i in cutlass.range(0, n, 2, unroll=1):
-        for odd in cutlass.range_constexpr(2):
-            if i + odd < n:
-                hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
-                if is_ahead:
-                    keep_in_range(accS, hi, None, factor)
-                    accS.store(following.load())
-                    scale_rows(rows_and_columns(accS), factor)
-                else:
-                    low.store((accS.load() - hi.load().to(F32)).to(dtype))
-                    load_b(mB, record + (i + odd) * step, part, thread, accS)
-                cute.arch.mbarrier_wait(bars + odd, (i // 2) % 2)
-                warpgroup.fence()
-                atom = cute.make_mma_atom(mma_s.op)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
-                for a, b in ((hi, bM[2 * odd]), (low, bM[2 * odd]), (hi, bM[2 * odd + 1]))[: 2 * halves - 1]:
-                    for k in cutlass.range_constexpr(8):
-                        cute.gemm(atom, accS, seen_as_a(a)[None, None, k], b[None, None, k], accS)
-                warpgroup.commit_group()
-                if is_ahead:
-                    load_b(mB, record + cutlass.min(i + odd + 1, n - 1) * step, part, thread, following)
-                warpgroup.wait_group(0)
-                both.arrive_and_wait()
-                if i + odd + 2 < n and is_issuer:
-                    load_map(tma_m, parts, bars + odd, odd, halves, record + (i + odd + 2) * step)
+        load_b(mB, record, w.part, w.thread, following)
+    for i in cutlass.range(n, unroll=1):
+        place = i % places
+        hi, low = rounded(accS, dtype), cute.make_rmem_tensor_like(accS, dtype)
+        if is_ahead:
+            keep_in_range(accS, hi, None, factor)
+            accS.store(following.load())
+            scale_rows(rows_and_columns(accS), factor)
+        else:
+            low.store((accS.load() - hi.load().to(F32)).to(dtype))
+            load_b(mB, record + i * step, w.part, w.thread, accS)
+        cute.arch.mbarrier_wait(there + place, (i // places) % 2)
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma_s.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for a, half in ((hi, 0), (low, 0), (hi, 1))[: 2 * halves - 1]:
+            for k in cutlass.range_constexpr(8):
+                at = tile_of(place, half, k // 4, stage, dtype)
+                cute.gemm(atom, accS, seen_as_a(a)[None, None, k], bM[None, None, k % 4, at], accS)
+        warpgroup.commit_group()
+        if is_ahead:
+            load_b(mB, record + cutlass.min(i + 1, n - 1) * step, w.part, w.thread, following)
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(gone + place)
 
 
 # The kernel
@@ -207,7 +220,6 @@ def state_kernel(
     lt: cute.ComposedLayout,
     lv: cute.ComposedLayout,
     lo: cute.ComposedLayout,
-    lm: cute.ComposedLayout,
     dtype: cutlass.Constexpr,
 ):
     """A block for each (value head, number): `helpers`, then one for the number of each segment."""
@@ -217,12 +229,13 @@ def state_kernel(
     smem = SmemAllocator()
     sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
     sV = allocate_tile(smem, lv)
+    all_tiles = tile_at(sKb, tile_layout(64, 128, 4 * STAGES, dtype), dtype)  # of all four
     # T and P by quarters [32, 32], of which one is zero and stays so: stage, columns, rows
     square, quarters = tile_layout(64, 64, STAGES, dtype, columns_of=32), tile_layout(32, 32, 4 * STAGES, dtype)
     sT, sP = allocate_tile(smem, square, dtype), allocate_tile(smem, square, dtype)
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
-    full, empty, map_bars = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(3)]
+    full, empty, map_there, map_gone = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(4)]
     sBegin = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
     hv, number, _ = cute.arch.block_idx()
     HV = mVec.shape[1]
@@ -235,7 +248,8 @@ def state_kernel(
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, 8)  # warps
-                cute.arch.mbarrier_init(map_bars + stage, 1)
+                cute.arch.mbarrier_init(map_there + stage, 1)
+                cute.arch.mbarrier_init(map_gone + stage, 8)
         for atom in (tma_tiles, tma_t, tma_p, tma_vec, tma_v, tma_o):
             cpasync.prefetch_descriptor(atom)
     cute.arch.mbarrier_init_fence()
@@ -248,7 +262,7 @@ def state_kernel(
                 cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
         cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
-    chained = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # the producer waits for consumers: maps have left the tiles
+    maps_are_made = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # the consumers know, the producer wants to
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
@@ -275,14 +289,21 @@ def state_kernel(
                 (tma_p, p_g, p_s),
             )
             count = I32(0)
-            for task in cutlass.range(3, unroll=1):
+            for turn in cutlass.range(3, unroll=1):
+                task = task_at(turn, i)
                 is_on, from_chunk, chunks = span_of(task, b_segment, m_segment, start, warm, L)
                 if is_on:
-                    count = feed(copies, full, empty, count, first_record, HV, from_chunk, from_chunk + chunks, True)
+                    sees_v = I32(0) if task == OF_M else I32(1)
+                    count = feed(copies, full, empty, count, first_record, HV, from_chunk, from_chunk + chunks, True, sees_v)
             if is_walker:
-                if cold == 1:
-                    chained.arrive_and_wait()
-                count = feed(copies, full, empty, count, first_record, HV, start, to_chunk, False)
+                if cold == 1:  # the first chunk, then maps in the memory of the other stage
+                    count = feed(copies, full, empty, count, first_record, HV, start, start + 1, False, I32(1))
+                    maps_are_made.arrive_and_wait()  # and all chunks before have been read
+                    cute.arch.fence_proxy("async.global")
+                    m_s, m_g = tma_split(tma_m, all_tiles, cute.local_tile(gM, (64, 128), (None, 0)))
+                    first = (own_number - i + 1 - has_h0) * HV + hv
+                    feed_maps(tma_m, m_g, m_s, (map_there, map_gone), first, HV, i - 1 + has_h0, count % STAGES, dtype)
+                count = feed(copies, full, empty, count, first_record, HV, start + cold, to_chunk, False, I32(1))
         elif warp_id < 3 and is_walker:
             part = warp_id - 1
             of_part = cute.local_tile(cute.domain_offset((begin, 0), gO[None, None, hv]), (64, 64), (None, part))
@@ -326,7 +347,8 @@ def state_kernel(
         count = I32(0)
 
         # -- without output: B of our own segment, M of another, and the chunks that warm our own up
-        for task in cutlass.range(3, unroll=1):
+        for turn in cutlass.range(3, unroll=1):
+            task = task_at(turn, i)
             is_on, from_chunk, chunks = span_of(task, b_segment, m_segment, start, warm, L)
             if is_on:
                 factor.fill(1.0)
@@ -366,30 +388,12 @@ def state_kernel(
             if cold == 1:
                 record = (own_number - i) * HV + hv
                 wait_for_maps(mDone, record, HV, i, has_h0)
-                both.arrive_and_wait()  # the tiles are free, too
-                cute.arch.fence_proxy("async.global")
+                maps_are_made.arrive()
                 if has_h0 == 0:  # from zero the first map gives its B
                     load_b(mB, record, part, thread, accS)
                     record += HV
-                chain(
-                    accS,
-                    factor,
-                    mma_s,
-                    thr_s,
-                    (tma_m, gM, mB),
-                    (sKb, sQg, sKr, sV),
-                    lm,
-                    dtype,
-                    map_bars,
-                    both,
-                    part,
-                    thread,
-                    warp_id == 4,
-                    record,
-                    HV,
-                    i - 1 + has_h0,
-                )
-                chained.arrive()
+                bM = thr_s.make_fragment_B(thr_s.partition_B(swapped(all_tiles)))  # [N = dk out, K = dk in]
+                chain(w, mB, bM, (map_there, map_gone), record, HV, i - 1 + has_h0, (count + 1) % STAGES, dtype)
 
             # -- the chunks, and what is left
             o_rows = cute.local_tile(cute.domain_offset((sBegin[0], 0), mO[None, None, hv]), (64, 64), (None, part))
@@ -398,6 +402,13 @@ def state_kernel(
                 unscale_rows(S, factor)
             if i == segments - 1 and has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
+
+
+@cute.jit
+def task_at(turn: I32, i: I32):
+    """B, then M, then what warms up; every other segment M first. So B of a segment and M of it, which the next one makes, are on
+    their way at the same time, and one of them finds what it reads in the L2 cache."""
+    return turn ^ (i & 1) if turn < TO_WARM else turn
 
 
 @cute.jit

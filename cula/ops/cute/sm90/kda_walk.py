@@ -54,11 +54,15 @@ def feed(
     from_chunk: I32,
     to_chunk: I32,
     is_silent: cutlass.Constexpr,
+    sees_v: I32,
 ):
     """The producer: all that the chunks [from_chunk, to_chunk) are walked with, two ahead. Before them there were `count`;
     returns how many there are now."""
     (tma_tiles, tiles_g, kb_s, qg_s, kr_s), (tma_v, v_g, v_s), (tma_vec, e_g, e_s), (tma_t, t_g, t_s), (tma_p, p_g, p_s) = copies
-    size = (3 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 4 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
+    size = I32(
+        (2 * TILE_BYTES + 3 * QUARTER_BYTES if cutlass.const_expr(is_silent) else 3 * TILE_BYTES + 6 * QUARTER_BYTES) + 4 * VEC
+    )
+    size += sees_v * TILE_BYTES
     for chunk in cutlass.range(from_chunk, to_chunk, unroll=1):
         record, n = first_record + chunk * HV, count + chunk - from_chunk
         stage = n % STAGES
@@ -67,7 +71,8 @@ def feed(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
         cute.copy(tma_tiles, tiles_g[None, 3 * record], kb_s[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
+        if sees_v == 1:
+            cute.copy(tma_v, v_g[None, chunk], v_s[None, stage], tma_bar_ptr=bar)
         cute.copy(tma_vec, e_g[None, record], e_s[None, stage], tma_bar_ptr=bar)
         for quarter in (0, UPPER_RIGHT, 3):
             cute.copy(tma_t, t_g[None, 4 * record + quarter], t_s[None, 4 * stage + quarter], tma_bar_ptr=bar)
