@@ -27,6 +27,7 @@ from cula.ops.workspace import workspace
 ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
 FULL = 0.85  # of the turns that clusters take together: from here on one pass is faster than two kernels
+NEARLY, FEW = 0.7, 32 * CHUNK  # or from here on for sequences so short, if their gates are slow, and as fast if not
 MANY = 8  # turns, in which lengths that nobody knows average out
 BRIEF = 2 * CHUNK  # tokens of a sequence up to which one pass is faster however few heads there are: one launch, not two
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
@@ -41,6 +42,7 @@ class Cut(NamedTuple):
     chunks: int
     segments: int
     per_segment: int  # chunks
+    per_cold_segment: int  # chunks, in a sequence of which any segment starts cold: as many or more, which the GPU decides
     has_maps: bool  # some sequence may be cut
     helpers: int = 0  # blocks a head that make maps only
     clusters: int = 0  # of two multiprocessors, for one pass over whole sequences, without a workspace; 0: two kernels
@@ -61,10 +63,24 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
     wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
     if wanted == 1 and p.is_packed:
         return cut_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
-    return cut_into(p, -(-mean // wanted), num_sms)
+    made = cut_into(p, -(-mean // wanted), num_sms)
+    return made._replace(per_cold_segment=cold_segments(p, made, mean))
 
 
-def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
+def cold_segments(problem: KdaProblem, cut: Cut, mean: int) -> int:
+    """Chunks of a segment where sequences, of `mean` chunks, start cold. Before it walks, a segment makes its B then, and waits for
+    a chain of maps that is a step longer for each segment before it. So about half of a sequence's blocks walk, and the others
+    make the M's: no block makes both (the last segment has no B to make). And no more of them than the steps are worth, each of
+    which takes a third of a chunk's time. Not if a segment's chunks are many beside the steps saved: the walk is what takes time.
+    """
+    segments = -(-mean // cut.per_segment)
+    if problem.sm != (9, 0) or cut.per_segment > 2 * segments:  # Blackwell's kernels have one cut
+        return cut.per_segment
+    walkers = min((segments + cut.helpers) // 2 + 1, round(math.sqrt(3 * mean)))
+    return max(cut.per_segment, -(-mean // walkers))
+
+
+def cut_into(problem: KdaProblem, per_segment: int, num_sms: int, per_cold_segment: int | None = None) -> Cut:
     """Segments of so many chunks. The maps of a single sequence may keep multiprocessors busy that have no segment."""
     p = problem
     if p.is_packed:
@@ -73,7 +89,7 @@ def cut_into(problem: KdaProblem, per_segment: int, num_sms: int) -> Cut:
         chunks_of_one = -(-p.T // CHUNK)
         chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
     helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
-    return Cut(chunks, segments, per_segment, segments > p.N, helpers)
+    return Cut(chunks, segments, per_segment, per_cold_segment or per_segment, segments > p.N, helpers)
 
 
 def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
@@ -90,7 +106,7 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
         return None
     if most == 0 or (heads < MANY * most and p.is_packed and not fills(p.HV, most)):
         return f"sequences may differ in length, and HV = {p.HV} heads of one do not fill {most} clusters"
-    if not fills(heads, most):
+    if not fills(heads, most) and not (not p.is_packed and p.T <= FEW and NEARLY * most <= heads <= most):
         return f"N HV = {heads} would leave many of {most} clusters idle"
     return None
 
@@ -117,12 +133,16 @@ def how(problem: KdaProblem, num_sms: int) -> str:
     made, reason = cut(problem, num_sms), why_two_kernels(problem, num_sms)
     if reason is None:
         return f"one pass on {made.clusters} clusters of two multiprocessors, no workspace"
-    parts = f"segments of {made.per_segment} chunks of {CHUNK} tokens" if made.has_maps else "whole sequences"
+    parts = "whole sequences"
+    if made.has_maps:
+        parts = f"segments of {made.per_segment} chunks of {CHUNK} tokens"
+        if made.per_cold_segment > made.per_segment:
+            parts += f", of {made.per_cold_segment} where gates forget slowly"
     return f"two kernels, {parts}, {made.bytes(problem.HV) / 2**20:.3g} MiB of workspace: {reason}"
 
 
 def in_one_pass(clusters: int) -> Cut:
-    return Cut(chunks=0, segments=0, per_segment=0, has_maps=False, clusters=clusters)
+    return Cut(chunks=0, segments=0, per_segment=0, per_cold_segment=0, has_maps=False, clusters=clusters)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,7 +237,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, cut: Cut, o: Tensor, ht: Tensor | None
         int(x.initial_state is not None),
         int(ht is not None),
         0 if p.is_packed else p.T,
-        *((cut.clusters,) if cut.clusters else ((p.N - 1).bit_length(), *cut[:3], int(cut.has_maps), cut.helpers)),
+        *((cut.clusters,) if cut.clusters else ((p.N - 1).bit_length(), *cut[:4], int(cut.has_maps), cut.helpers)),
     )
 
 

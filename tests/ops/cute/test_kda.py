@@ -39,9 +39,11 @@ class Case:
     H: int = 1
     HV: int = 1
     per_segment: int = 100  # chunks
+    per_cold: int | None = None  # chunks of a segment where a sequence starts cold; on Hopper
     clusters: int = 0  # one pass, Hopper's
     num_sms: int = NUM_SMS  # few: no helpers for maps
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
+    slow: tuple[int, int] = (0, 0)  # from which token to which the gate, fast elsewhere, forgets in thousands
     gate: str = "bounded"  # or "log"
     has_scalar_gate: bool = False
     decays: str = "random"  # of log gates: or "alternating", "zero", "fastest", or "steep", which has no bound
@@ -81,6 +83,22 @@ CASES = [
     Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
 ]
 
+# Sequences that are cut anew because they start cold somewhere, with helpers and without, some into a single segment.
+COLD_CUTS = [
+    ANEW := Case((600,), per_segment=1, per_cold=3, shift=-8.0),
+    Case((600,), per_segment=1, per_cold=3, num_sms=8, shift=-8.0, has_state=False),
+    Case((600,), per_segment=2, per_cold=3, num_sms=8, shift=-8.0, is_packed=False, HV=2, H=2),
+    Case((50, 700, 0, 130), per_segment=1, per_cold=4, shift=-8.0),
+    Case((390, 390), per_segment=1, per_cold=3, shift=-8.0, is_packed=False, has_state=False),
+    Case((390,), per_segment=1, per_cold=7, shift=-8.0),
+    Case((390,), per_segment=1, per_cold=100, num_sms=8, shift=-8.0, has_state=False),
+    Case((450,), per_segment=1, per_cold=2, shift=-8.0, is_normalised=False),
+    Case((450,), per_segment=1, per_cold=5, num_sms=8, shift=-8.0, is_normalised=False, has_state=False),
+    Case((690,), per_segment=1, per_cold=3, slow=(256, 576)),
+    Case((690,), per_segment=1, per_cold=3, num_sms=8, slow=(256, 576), has_state=False),
+    Case((690,), per_segment=1, per_cold=6, slow=(256, 576)),  # at none of its own boundaries
+]
+
 
 # In one pass: clusters that have a head, several, or none; both gates; tails.
 ONE_PASS = [
@@ -106,6 +124,7 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
     B, T = (1, sum(case.lengths)) if case.is_packed else (len(case.lengths), case.lengths[0])
     q, k, v, g = normal(B, T, case.H, D), normal(B, T, case.H, D), normal(B, T, case.HV, D), normal(B, T, case.HV, D)
     beta = normal(B, T, case.HV)
+    g[:, slice(*case.slow)] -= 8.0
     if case.are_keys_alike:
         beta += 6.0
         for t in range(1, T):
@@ -144,7 +163,8 @@ def errors(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[float
     p, x = make(case, device, sm)
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
     ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
-    cut = kda.in_one_pass(case.clusters) if case.clusters else kda.cut_into(p, case.per_segment, case.num_sms)
+    cut = kda.cut_into(p, case.per_segment, case.num_sms, case.per_cold)
+    cut = kda.in_one_pass(case.clusters) if case.clusters else cut
     kda.run(p, x, cut, ht, o)
     want_o, want_ht = reference.kda(
         *x[:5],
@@ -197,6 +217,25 @@ def test_interpreted(interpreted, case, sm):
     check(case, "cpu", sm)
 
 
+@pytest.mark.parametrize("case", COLD_CUTS, ids=str)
+def test_cold_cuts_interpreted(interpreted, case):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("num_sms", [8, NUM_SMS])
+def test_a_sequence_that_starts_cold_is_cut_anew(interpreted, num_sms):
+    """It gives the bits of a call with the longer segments, whoever makes the maps, and not those of one with the shorter."""
+    p, x = make(Case((600,), shift=-8.0), "cpu")
+    results = []
+    for per_segment, per_cold in ((1, 3), (3, 3), (1, 1)):
+        o, ht = torch.empty_like(x.v), torch.empty_like(x.initial_state)
+        kda.run(p, x, kda.cut_into(p, per_segment, num_sms, per_cold), ht, o)
+        results.append((o, ht))
+    anew, coarse, fine = results
+    assert all(torch.equal(a, b) for a, b in zip(anew, coarse))
+    assert not any(torch.equal(a, b) for a, b in zip(anew, fine))
+
+
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
 def test_one_pass_interpreted(interpreted, case):
     check(case, "cpu")
@@ -221,6 +260,8 @@ def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, way):
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
     interpreted(order)
     check(Case((330,), per_segment=1, shift=-8.0), "cpu", sm)
+    if sm == HOPPER_SM:
+        check(ANEW, "cpu", sm)
 
 
 @pytest.mark.parametrize("order", ["early", "first", "last"])
@@ -307,6 +348,8 @@ def test_one_pass_has_no_races(interpreted):
 def test_two_kernels_have_no_races(interpreted, sm):
     interpreted("late", races=True)
     check(CASES[0], "cpu", sm)
+    if sm == HOPPER_SM:
+        check(ANEW, "cpu", sm)
 
 
 NAMED_BARRIER, NUM_WAITS = r"bar(?:rier)?\.sync \t%?\w+, \d+;", 11
@@ -326,6 +369,25 @@ def test_one_pass_needs_every_named_barrier(interpreted, places):
     interpreted("early", replace(NAMED_BARRIER, "", *places), races=True)
     with pytest.raises(ptx.SimulationError, match="a race: "):
         errors(ONE_PASS[1], "cpu")
+
+
+COLD = Case((250,), per_segment=1, num_sms=8, shift=-8.0)  # B and M by one block, chains that use places again
+
+
+def test_cold_segments_have_no_races(interpreted):
+    interpreted("late", races=True)
+    check(COLD, "cpu")
+
+
+NUM_WAITS_OF_TWO = 10
+
+
+@pytest.mark.parametrize("place", range(NUM_WAITS_OF_TWO))
+def test_two_kernels_need_every_wait(interpreted, place):
+    assert len(re.findall(WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_WAITS_OF_TWO
+    interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
+    with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
+        errors(COLD, "cpu")
 
 
 @pytest.mark.parametrize("place", range(NUM_WAITS))
@@ -461,7 +523,7 @@ def kernels():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *COLD_CUTS], ids=str)
 def test_on_a_gpu(kernels, case):
     check(case, "cuda")
 
@@ -560,7 +622,7 @@ def test_kept_workspaces_on_a_gpu(kernels):
 def test_long_and_repeatable(kernels, shift):
     """Two runs give the same bits, cut or not; whole sequences and segments the same numbers."""
     p, x = make(Case((20000,), is_packed=False, H=2, HV=4, shift=shift), "cuda")
-    whole = kda.run(p, x, kda.Cut(313, 1, 313, False))
+    whole = kda.run(p, x, kda.Cut(313, 1, 313, 313, False))
     cut = kda.cut(p, NUM_SMS)
     assert cut.has_maps
     first = kda.run(p, x, cut)
@@ -658,6 +720,11 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
     assert cut.chunks >= N * chunks
     assert cut.segments >= N * per_sequence
     assert cut.has_maps or per_sequence == 1
+    # where a sequence that starts cold has longer segments, its blocks are enough for a B or an M each, of all but the last
+    assert cut.per_cold_segment >= cut.per_segment
+    if cut.per_cold_segment > cut.per_segment:
+        walkers, blocks = -(-chunks // cut.per_cold_segment), per_sequence + cut.helpers
+        assert cut.has_maps and 2 * (walkers - 1) <= blocks and cut.per_segment <= 2 * per_sequence
     # at most one segment more than there are multiprocessors for, packed or not
     assert cut.segments * HV <= max(NUM_SMS + N * HV, N * HV)
     # helpers make maps of a single sequence where multiprocessors are idle, and never more than there are maps
@@ -674,6 +741,10 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"B": 8, "N": 8, "H": 48, "HV": 96}, 66),
         ({"H": 96, "HV": 96}, 0),  # the second turn would leave many idle
         ({"H": 16, "HV": 16}, 0),
+        ({"B": 4, "N": 4, "T": 2048, "H": 12, "HV": 12}, 48),  # few, but short
+        ({"B": 4, "N": 4, "T": 2049, "H": 12, "HV": 12}, 0),
+        ({"T": 2048, "H": 46, "HV": 46}, 0),
+        ({"T": 8192, "N": 4, "H": 12, "HV": 12, "is_packed": True}, 0),
         ({"T": 128, "H": 4, "HV": 4}, 4),  # so few tokens that a launch counts
         ({"T": 128, "N": 8, "H": 2, "HV": 4, "is_packed": True}, 32),
         ({"T": 129, "H": 4, "HV": 4}, 0),
@@ -714,6 +785,21 @@ def test_a_choice_says_how_a_call_is_done(monkeypatch):
     line = "  two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
     assert str(choice).splitlines()[1] == line
     assert choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0))) is None  # of a GPU that is not here
+
+
+def test_how_a_call_is_done_names_both_cuts(monkeypatch):
+    for per_cold, text in (
+        (32, "segments of 16 chunks of 64 tokens, of 32 where gates forget slowly, "),
+        (16, "of 64 tokens, 146 MiB"),
+    ):
+        monkeypatch.setattr(kda, "cold_segments", lambda problem, cut, mean, per_cold=per_cold: per_cold)
+        assert text in kda.how(HOPPER, NUM_SMS)
+
+
+def test_only_hopper_cuts_cold_sequences_otherwise():
+    assert kda.cut(HOPPER, NUM_SMS).per_cold_segment > kda.cut(HOPPER, NUM_SMS).per_segment
+    blackwell = kda.cut(dataclasses.replace(HOPPER, sm=BLACKWELL_SM), NUM_SMS)
+    assert blackwell.per_cold_segment == blackwell.per_segment
 
 
 def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():

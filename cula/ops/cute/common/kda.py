@@ -52,7 +52,8 @@ class Work(NamedTuple):
 class Target(NamedTuple):
     """What an architecture does its own way."""
 
-    # (work, (v, o), (h0, ht), cu, (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers), dtype, stream)
+    # (work, (v, o), (h0, ht), cu, sizes, dtype, stream); the sizes are
+    # (has_h0, has_ht, per_segment, per_cold_segment, length, steps, segments, has_maps, helpers)
     launch_state: Any
     has_zeros: bool  # it reads T and P as whole tiles
     blocks: int  # of the smallest prepare kernel on a multiprocessor: as many as registers allow without spills
@@ -152,6 +153,7 @@ def kda_host(
     chunks: I32,
     segments: I32,
     per_segment: I32,
+    per_cold_segment: I32,
     has_maps: I32,
     helpers: I32,
     stream,
@@ -242,7 +244,7 @@ def kda_host(
         (mV, mO),
         (mH0, mHt),
         mCu,
-        (has_h0, has_ht, per_segment, length, steps, segments, has_maps, helpers),
+        (has_h0, has_ht, per_segment, per_cold_segment, length, steps, segments, has_maps, helpers),
         dtype,
         stream,
     )
@@ -257,7 +259,7 @@ def arguments(kind: Kind) -> tuple[Any, ...]:
         F32(1.0),
         F32(-5.0),
         F32(1.0),
-        *(I32(1) for _ in range(10)),
+        *(I32(1) for _ in range(11)),
         make_fake_stream(),
         kind,
     )

@@ -6,7 +6,8 @@ What a segment lacks is the state at its start.
     without output. So it does, from the initial state, if there are no more than WARM.
   * Cold: otherwise it chains the affine maps of the segments before it, S <- M_i S + B_i. They come from the same walk in map
     mode, B from S = 0, M from S = I and v = 0 (kept as a 16-bit pair, hi + lo; Hopper reads fp16's hi alone).
-Which it is, every warp finds out for itself from the data. Where all segments are warm nobody makes a map.
+Which it is, every warp finds out for itself from the data. Where all segments are warm nobody makes a map. On Hopper, where some
+are not, the sequence has fewer and longer ones, and the blocks that are left over make maps (`jobs_of`).
 """
 
 from __future__ import annotations
@@ -61,27 +62,44 @@ def segment_at(number: I32, mCu: cute.Tensor, L: I32, length: I32, steps: I32):
 
 
 @cute.jit
-def jobs_of(mVec: cute.Tensor, hv: I32, number: I32, helpers: I32, has_h0: I32, L: I32, chunk0: I32, i: I32, segments: I32):
-    """What the block of segment i, or a helper, has to do, of one launch that makes maps and walks: the first `helpers` numbers
-    make maps only, the others are those of segments.
+def jobs_of(
+    mVec: cute.Tensor,
+    hv: I32,
+    helpers: I32,
+    has_h0: I32,
+    L: I32,
+    cold_L: I32,
+    chunk0: I32,
+    chunks: I32,
+    i: I32,
+    segments: I32,
+):
+    """What a block has to do, of one launch that makes maps and walks: that of segment i, or a helper, which makes maps only. A
+    sequence's helpers come before its segments, so that theirs is i = -helpers, ..., -1.
 
-    If any segment of a sequence starts cold, segment i < last makes its own B. The M's are made by the helpers, as many as there
-    are (of a single sequence), and by the segments after theirs: a block makes at most one of each, and waits only for
-    blocks before it, or itself.
+    A sequence of which any segment starts cold is cut anew, into segments of cold_L >= L chunks: there are fewer maps to chain.
+    Its blocks remain as many, and the first of them become helpers. All of them see the same data, and so decide alike.
 
-    Returns (whether it walks, over how many chunks before its own, whether it starts cold, the segment whose B and the one whose
-    M it makes, or -1).
+    If any segment of this cut starts cold, segment i < last makes its own B. The M's are made by the helpers, as many as there
+    are, and by the segments after theirs: a block makes at most one of each, and waits only for blocks before it, or itself.
+
+    Returns (which segment this is, of how many chunks, whether it walks, over how many chunks before its own, whether it starts
+    cold, the segment whose B and the one whose M it makes, or -1).
     """
     warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
-    is_helper = number < helpers
+    if any_cold == 1 and cold_L > L:
+        fewer = segments - (chunks + cold_L - 1) // cold_L
+        i, segments, helpers, L = i - fewer, segments - fewer, helpers + fewer, cold_L
+        warm, any_cold = look_back(mVec, hv, chunk0, L, segments, i)
+    is_helper = i < 0
     is_walker = not is_helper and i < segments
     cold = I32(1) if is_walker and i > 0 and warm == 0 else I32(0)
     b_segment = i if any_cold == 1 and is_walker and i < segments - 1 else I32(-1)
-    m_segment = number if is_helper else i - 1
+    m_segment = i + helpers if is_helper else i - 1
     is_ours = is_helper or (is_walker and m_segment >= helpers)
     is_needed = m_segment < segments - 1 and (m_segment > 0 or has_h0 == 1)  # no M of the first without an initial state
     m_segment = m_segment if any_cold == 1 and is_ours and is_needed else I32(-1)
-    return is_walker, warm if is_walker else I32(0), cold, b_segment, m_segment
+    return i, L, is_walker, warm if is_walker else I32(0), cold, b_segment, m_segment
 
 
 @cute.jit

@@ -33,7 +33,7 @@ def launch_state(
     """Of the maps of segments, if there are any, then of the walk."""
     mV, mO = tokens
     mH0, mHt = states
-    has_h0, has_ht, per_segment, length, steps, segments, has_maps, _ = sizes
+    has_h0, has_ht, per_segment, _, length, steps, segments, has_maps, _ = sizes
     lt, lv = tile_layout(64, 128, TILES * STAGES, dtype), tile_layout(64, 128, TILES * STAGES)
     lm, lsq, lo = tile_layout(128, 128, 2 * STAGES, dtype), tile_layout(64, 64, STAGES, dtype), tile_layout(64, 128)
     tma_tiles, gTiles = tma_load(work.tiles, lt, (64, 128))

@@ -29,7 +29,7 @@ def launch_state(
     """Of the maps of segments, if there are any, then of the walk."""
     mV, mO = tokens
     mH0, mHt = states
-    has_h0, has_ht, per_segment, length, steps, segments, _, helpers = sizes
+    has_h0, has_ht, per_segment, per_cold_segment, length, steps, segments, _, helpers = sizes
     lw, lv = tile_layout(64, 128, STAGES, dtype), tile_layout(64, 128, STAGES)
     lq, lo = tile_layout(32, 32, 4 * STAGES, dtype), tile_layout(64, 64, 2)
     tma_tiles, gTiles = tma_load(work.tiles, lw, (64, 128))
@@ -65,6 +65,7 @@ def launch_state(
         has_h0,
         has_ht,
         per_segment,
+        per_cold_segment,
         length,
         steps,
         helpers,

@@ -10,7 +10,7 @@ and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
 
 Segments, warm and cold, are those of `common/kda_segments.py`. One launch: where some segment starts cold, blocks first make the
 maps, by the same walk without output, and raise a flag for each; a cold segment then waits for those before it. A block waits for
-blocks of lower numbers only, which have begun before it.
+blocks of lower numbers only, which have begun before it. Such a sequence has fewer segments, and more of its blocks make maps.
 
 | warps      | role                                       | registers |
 |------------|--------------------------------------------|-----------|
@@ -211,6 +211,7 @@ def state_kernel(
     has_h0: I32,
     has_ht: I32,
     L: I32,
+    cold_L: I32,
     length: I32,
     steps: I32,
     helpers: I32,
@@ -222,7 +223,8 @@ def state_kernel(
     lo: cute.ComposedLayout,
     dtype: cutlass.Constexpr,
 ):
-    """A block for each (value head, number): `helpers`, then one for the number of each segment."""
+    """A block for each (value head, number): `helpers`, then one for the number of each segment of L chunks. Those of a sequence
+    that starts cold anywhere take segments of cold_L."""
     tid, _, _ = cute.arch.thread_idx()
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
@@ -236,15 +238,13 @@ def state_kernel(
     sO = allocate_tile(smem, lo)  # [64 tokens, 64 dv, warpgroup]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
     full, empty, map_there, map_gone = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(4)]
-    sBegin = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
     hv, number, _ = cute.arch.block_idx()
     HV = mVec.shape[1]
     own_number = cutlass.max(number - helpers, 0)  # a helper's is that of the only sequence
     seq, begin, tokens, chunk0, i, segments = segment_at(own_number, mCu, L, length, steps)
-    first_record, start, to_chunk = chunk0 * HV + hv, i * L, cutlass.min(i * L + L, (tokens + 63) // 64)
+    first_number, first_record, all_chunks = own_number - i, chunk0 * HV + hv, (tokens + 63) // 64
     if warp_id == 0:
         with cute.arch.elect_one():
-            sBegin[0] = begin  # a chain of maps leaves no register for it
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, 8)  # warps
@@ -266,7 +266,10 @@ def state_kernel(
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     cute.arch.griddepcontrol_launch_dependents()
-    is_walker, warm, cold, b_segment, m_segment = jobs_of(mVec, hv, number, helpers, has_h0, L, chunk0, i, segments)
+    i, L, is_walker, warm, cold, b_segment, m_segment = jobs_of(
+        mVec, hv, helpers, has_h0, L, cold_L, chunk0, all_chunks, number - helpers - first_number, segments
+    )
+    start, to_chunk = i * L, cutlass.min(i * L + L, all_chunks)
 
     if warpgroup_id == 0:
         # -- the producer
@@ -301,7 +304,7 @@ def state_kernel(
                     maps_are_made.arrive_and_wait()  # and all chunks before have been read
                     cute.arch.fence_proxy("async.global")
                     m_s, m_g = tma_split(tma_m, all_tiles, cute.local_tile(gM, (64, 128), (None, 0)))
-                    first = (own_number - i + 1 - has_h0) * HV + hv
+                    first = (first_number + 1 - has_h0) * HV + hv
                     feed_maps(tma_m, m_g, m_s, (map_there, map_gone), first, HV, i - 1 + has_h0, count % STAGES, dtype)
                 count = feed(copies, full, empty, count, first_record, HV, start + cold, to_chunk, False, I32(1))
         elif warp_id < 3 and is_walker:
@@ -363,7 +366,7 @@ def state_kernel(
                 if task != TO_WARM:
                     if is_f16:
                         unscale_rows(S, factor)
-                    record = (own_number - i + (b_segment if task == OF_B else m_segment)) * HV + hv
+                    record = (first_number + (b_segment if task == OF_B else m_segment)) * HV + hv
                     if task == OF_B:
                         store_b(accS, mB, record, part, thread)
                     else:
@@ -386,7 +389,7 @@ def state_kernel(
                 if has_h0 == 1:
                     cute.autovec_copy(ours(mH0[seq, hv, None, None]), accS)
             if cold == 1:
-                record = (own_number - i) * HV + hv
+                record = first_number * HV + hv
                 wait_for_maps(mDone, record, HV, i, has_h0)
                 maps_are_made.arrive()
                 if has_h0 == 0:  # from zero the first map gives its B
@@ -396,11 +399,11 @@ def state_kernel(
                 chain(w, mB, bM, (map_there, map_gone), record, HV, i - 1 + has_h0, (count + 1) % STAGES, dtype)
 
             # -- the chunks, and what is left
-            o_rows = cute.local_tile(cute.domain_offset((sBegin[0], 0), mO[None, None, hv]), (64, 64), (None, part))
+            o_rows = cute.local_tile(cute.domain_offset((begin, 0), mO[None, None, hv]), (64, 64), (None, part))
             count = walk(w, count, start, to_chunk, tokens, I32(1), o_rows, dtype)
             if is_f16:
                 unscale_rows(S, factor)
-            if i == segments - 1 and has_ht == 1:
+            if to_chunk == (tokens + 63) // 64 and has_ht == 1:
                 cute.autovec_copy(accS, ours(mHt[seq, hv, None, None]))
 
 
