@@ -68,10 +68,12 @@ def cut(problem: KdaProblem, num_sms: int) -> Cut:
 
 
 def cold_segments(problem: KdaProblem, cut: Cut, mean: int) -> int:
-    """Chunks of a segment where sequences, of `mean` chunks, start cold. Before it walks, a segment makes its B then, and waits for
-    a chain of maps that is a step longer for each segment before it. So about half of a sequence's blocks walk, and the others
-    make the M's: no block makes both (the last segment has no B to make). And no more of them than the steps are worth, each of
-    which takes a third of a chunk's time. Not if a segment's chunks are many beside the steps saved: the walk is what takes time.
+    """Chunks of a segment where sequences, of `mean` chunks, start cold.
+
+    Before it walks, a segment makes its B then, and waits for a chain of maps that is a step longer for each segment before it.
+    So about half of a sequence's blocks walk, and the others make the M's: no block makes both (the last segment has no B to
+    make). And no more of them than the steps are worth, each of which takes a third of a chunk's time. Not if a segment's
+    chunks are many beside the steps saved: the walk is what takes time then.
     """
     segments = -(-mean // cut.per_segment)
     if problem.sm != (9, 0) or cut.per_segment > 2 * segments:  # Blackwell's kernels have one cut

@@ -371,7 +371,7 @@ def test_one_pass_needs_every_named_barrier(interpreted, places):
         errors(ONE_PASS[1], "cpu")
 
 
-COLD = Case((250,), per_segment=1, num_sms=8, shift=-8.0)  # B and M by one block, chains that use places again
+COLD = Case((390,), per_segment=1, num_sms=8, shift=-8.0)  # B and M by one block, chains that use places again
 
 
 def test_cold_segments_have_no_races(interpreted):
