@@ -23,8 +23,9 @@ from cula.ops.host import form_of
 from cula.ops.native import Address, Recipe
 from cula.ops.workspace import workspace
 
+HOPPER = (9, 0)
 # by compute capability
-ARCH_OF: dict[tuple[int, int] | None, str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+ARCH_OF: dict[tuple[int, int] | None, str] = {HOPPER: "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
 FULL = 0.85  # of the turns that clusters take together: from here on one pass is faster than two kernels
 NEARLY, FEW = 0.7, 32 * CHUNK  # or from here on for sequences so short, if their gates are slow, and as fast if not
@@ -53,14 +54,16 @@ class Cut(NamedTuple):
 
 
 def cut(problem: KdaProblem, num_sms: int) -> Cut:
-    """Segments enough to give every multiprocessor one, but no more than about the square root of a sequence's chunks: each
-    costs the later ones a step where the gate forgets slowly, and a chunk or two walked twice where it forgets fast."""
+    """Segments enough to give every multiprocessor one, but not too short: each walks a chunk or two twice, and looks at the
+    bounds of all the others. Where gates forget slowly Hopper has longer ones (`cold_segments`); Blackwell has the same, of
+    which each is a step more for the later ones."""
     p = problem
     if why_two_kernels(p, num_sms) is None:
         return in_one_pass(clusters_of(p, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     room = num_sms // (p.N * p.HV)
-    wanted = max(1, min(room, -(-mean // max(1, round(0.6 * math.sqrt(mean))))))
+    shortest = max(1, round((0.25 if p.sm == HOPPER else 0.6) * math.sqrt(mean)))
+    wanted = max(1, min(room, -(-mean // shortest)))
     if wanted == 1 and p.is_packed:
         return cut_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
     made = cut_into(p, -(-mean // wanted), num_sms)
@@ -76,7 +79,7 @@ def cold_segments(problem: KdaProblem, cut: Cut, mean: int) -> int:
     chunks are many beside the steps saved: the walk is what takes time then.
     """
     segments = -(-mean // cut.per_segment)
-    if problem.sm != (9, 0) or cut.per_segment > 2 * segments:  # Blackwell's kernels have one cut
+    if problem.sm != HOPPER or cut.per_segment > 2 * segments:  # Blackwell's kernels have one cut
         return cut.per_segment
     walkers = min((segments + cut.helpers) // 2 + 1, round(math.sqrt(3 * mean)))
     return max(cut.per_segment, -(-mean // walkers))
@@ -97,12 +100,12 @@ def cut_into(problem: KdaProblem, per_segment: int, num_sms: int, per_cold_segme
 def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
     """Why a call is not done in one pass (`sm90/kda_fused.py`), as a sentence; None if it is."""
     p = problem
-    if p.sm != (9, 0):
+    if p.sm != HOPPER:
         return "one pass is Hopper's"
     if not p.options.use_qk_l2norm_in_kernel:
         return "one pass takes keys that the kernel normalises"
-    if p.has_scalar_gate or p.g_dtype is not torch.bfloat16:
-        return "one pass takes gates in bfloat16, one a channel"
+    if not p.has_scalar_gate and p.g_dtype is not torch.bfloat16:
+        return "one pass takes gates in bfloat16, or one a head"
     most, heads = num_sms // 2, p.N * p.HV
     if p.T <= BRIEF and heads <= most:
         return None

@@ -111,6 +111,10 @@ ONE_PASS = [
     Case((130,), clusters=1, gate="log", decays="fastest"),
     Case((400,), clusters=1, shift=-8.0, size=1e6),
     Case((400,), clusters=1, shift=-8.0, size=1e-7),
+    Case((150, 70, 0, 64), clusters=2, shift=-6.0, HV=2, has_scalar_gate=True),
+    Case((200,), clusters=1, shift=-6.0, g=torch.float32, has_scalar_gate=True, is_packed=False),
+    Case((150, 20), clusters=1, shift=-3.0, gate="log", decays="steep", has_scalar_gate=True),
+    Case((150,), clusters=1, shift=-2.0, gate="log", g=torch.float32, has_scalar_gate=True, is_packed=False),
 ]
 
 
@@ -754,7 +758,7 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"N": 5, "H": 64, "HV": 64, "is_packed": True}, 64),  # a cluster has the same heads of each
         ({"N": 5, "H": 128, "HV": 128, "is_packed": True}, 64),
         ({"H": 64, "HV": 64, "g_dtype": torch.float32}, 0),
-        ({"H": 64, "HV": 64, "has_scalar_gate": True}, 0),
+        ({"H": 64, "HV": 64, "g_dtype": torch.float32, "has_scalar_gate": True}, 64),
         ({"H": 64, "HV": 64, "sm": (10, 0)}, 0),
         ({"H": 64, "HV": 64, "options": HOPPER.options}, 0),  # keys as they come
     ],

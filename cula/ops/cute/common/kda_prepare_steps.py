@@ -243,7 +243,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
         if x.r == 7:  # row 15, of every channel
             for j in cutlass.range_constexpr(8):
                 at = 64 * x.side + 8 * j + 2 * x.c
-                here.sums[x.block_row, at], here.sums[x.block_row, at + 1] = L[2], L[3]
+                here.sums[x.block_row, at], here.sums[x.block_row, at + 1] = L[2], L[2]
     else:
         g_at, decay_at, bias_at, sum_at = (
             x.at(here.g),
@@ -368,8 +368,8 @@ def first_pass(
             inv_k[i], inv_q[i] = here.norms[row, KEYS], here.norms[row, QUERIES]
         since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
         if cutlass.const_expr(is_scalar):
-            for e in cutlass.range_constexpr(8):
-                since[e], rest[e] = L_scalar[e % 4], rest_scalar[e % 4]
+            for e in cutlass.range_constexpr(8):  # all columns are alike
+                since[e], rest[e] = L_scalar[2 * (e // 2 % 2)], rest_scalar[2 * (e // 2 % 2)]
         for total, which in () if cutlass.const_expr(is_scalar) else ((since, until), (rest, after)):
             total.fill(0.0)
             for j in cutlass.range_constexpr(2):

@@ -171,24 +171,28 @@ def prepare_in_place(
     r, c = lane >> 2, lane & 3
     everyone = pipeline.NamedBarrier(barrier_id=1 + group, num_threads=256)
     x = Chunk(here, kind, mmas, side, block_row, lane, r, c, left)
-    loads = [(tma_g, here.g, gG, hv, 0), (tma_k, here.k, gK, h, 1), (tma_q, here.q, gQ, h, 1)]
+    has_channels = not kind.is_scalar
+    of_g = [(tma_g, here.g, gG, hv, 0)] if cutlass.const_expr(has_channels) else []
+    of_kq = [(tma_k, here.k, gK, h, 1), (tma_q, here.q, gQ, h, 1)]
     if wid == 0:
         cute.arch.mbarrier_wait(half_free + group, (use + 1) & 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(here.bars, TILE)
-        load_tiles(loads[:1], t0, here.bars)
+        if cutlass.const_expr(has_channels):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(here.bars, TILE)
+            load_tiles(of_g, t0, here.bars)
     raw_b, raw_g, slope = read_ahead(x, gates, thread, hv, t0)
     until, after = triangles(r, c)
-    cute.arch.mbarrier_wait(here.bars, use & 1)
+    if cutlass.const_expr(has_channels):
+        cute.arch.mbarrier_wait(here.bars, use & 1)
     everyone.arrive_and_wait()  # the bias is there, too
     if wid == 0:
         cute.arch.mbarrier_wait(free + group, (use + 1) & 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(here.bars + 1, 2 * TILE)
-        load_tiles(loads[1:], t0, here.bars)
+        load_tiles(of_kq, t0, here.bars)
     if left < 64:
         cute.arch.mbarrier_wait(here.bars + 1, use & 1)
-        clear_past_end(loads, thread, left)
+        clear_past_end(of_g + of_kq, thread, left)
         everyone.arrive_and_wait()
 
     L, rest = sum_gates(x, raw_g, slope, lower, until, after)
@@ -652,8 +656,10 @@ def fused_host(
 
 
 def variants() -> Iterator[Variant]:
-    """What fits into shared memory: fp16 operands, and gates of 16 bits, one a channel."""
+    """What fits into shared memory: fp16 operands, and gates of 16 bits or one a head."""
     numbers = [Int64(0)] * 11 + [Int64(8)] * 11 + [I32(1)] * 4 + [F32(1.0), F32(-5.0), F32(1.0)] + [I32(1)] * 5
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-    for kind in (Kind(F16, BF16, True), Kind(F16, BF16, False)):
+    kinds = [Kind(F16, BF16, has_gate) for has_gate in (True, False)]
+    kinds += [Kind(F16, g_type, has_gate, is_scalar=True) for g_type in (BF16, F32) for has_gate in (True, False)]
+    for kind in kinds:
         yield Variant(f"fused_{kind.name}", fused_host, (*numbers, make_fake_stream(), kind), uses=uses)
