@@ -146,7 +146,7 @@ class Call(NamedTuple):
     H: int
     HV: int
     per_segment: int  # chunks
-    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: segments start cold, not warm
+    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: segments start cold, the sixth and those after it
     has_state: bool
     beta: torch.dtype = torch.float32
 
@@ -154,7 +154,7 @@ class Call(NamedTuple):
 CALLS = (
     Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=100, is_slow=False, has_state=True),
     Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
-    Call((150, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
+    Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
     Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
 )
 
