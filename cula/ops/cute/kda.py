@@ -28,7 +28,7 @@ HOPPER = (9, 0)
 ARCH_OF: dict[tuple[int, int] | None, str] = {HOPPER: "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 CHUNK, K, V = 64, 128, 128
 FULL = 0.85  # of the turns that clusters take together: from here on one pass is faster than two kernels
-NEARLY, FEW = 0.7, 32 * CHUNK  # or from here on for sequences so short, if their gates are slow, and as fast if not
+NEARLY_FULL, FEW_TOKENS = 0.7, 32 * CHUNK  # from here on, and up to so many tokens, it is as fast, and faster with slow gates
 MANY = 8  # turns, in which lengths that nobody knows average out
 BRIEF = 2 * CHUNK  # tokens of a sequence up to which one pass is faster however few heads there are: one launch, not two
 CHUNK_BYTES = 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 256 * 4  # of the workspace, for each chunk and head: see common/kda.py
@@ -111,7 +111,8 @@ def why_two_kernels(problem: KdaProblem, num_sms: int) -> str | None:
         return None
     if most == 0 or (heads < MANY * most and p.is_packed and not fills(p.HV, most)):
         return f"sequences may differ in length, and HV = {p.HV} heads of one do not fill {most} clusters"
-    if not fills(heads, most) and not (not p.is_packed and p.T <= FEW and NEARLY * most <= heads <= most):
+    is_nearly_full = not p.is_packed and p.T <= FEW_TOKENS and NEARLY_FULL * most <= heads <= most
+    if not (fills(heads, most) or is_nearly_full):
         return f"N HV = {heads} would leave many of {most} clusters idle"
     return None
 
