@@ -12,7 +12,7 @@ import torch
 
 from cula.dispatch import choose
 from cula.ops.cute import first_use, kda, loader
-from tests.ops.cute.test_kda import HOPPER
+from tests.ops.cute.test_kda_dispatch import HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
 NAME = "kda_bf16_gate_bf16"

@@ -164,7 +164,8 @@ def kda_host(
     offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
 
     T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
-    there are (`kda_cut`), `beta_top` is 0 for a beta that is activated already, `beta_bits` 32 or 16.
+    there are (`kda_cut`), `per_cold_segment` is for sequences that start cold (`kda_segments`), `beta_top` is 0 for a beta that
+    is activated already, `beta_bits` 32 or 16.
     """
     dtype = kind.dtype
     mQ, mK, mV, mO, gates, mG, mBeta, mBeta16, mA, mBias, mCu, mH0, mHt = operands(

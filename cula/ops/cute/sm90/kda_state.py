@@ -96,7 +96,7 @@ def halves_of(dtype: Any) -> int:
 
 def tile_of(map_place: Any, half: int, piece: int, stage: Any, dtype: Any) -> Any:
     """The number, among the tiles of all stages, of a piece of M."""
-    return 2 * (2 * (halves_of(dtype) * map_place + half) + piece) + stage
+    return STAGES * (2 * (halves_of(dtype) * map_place + half) + piece) + stage
 
 
 @cute.jit
@@ -231,7 +231,7 @@ def state_kernel(
     smem = SmemAllocator()
     sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
     sV = allocate_tile(smem, lv)
-    all_tiles = tile_at(sKb, tile_layout(64, 128, 4 * STAGES, dtype), dtype)  # of all four
+    all_tiles = tile_at(sKb, tile_layout(64, 128, 4 * STAGES, dtype), dtype)  # of these four, one after the other
     # T and P by quarters [32, 32], of which one is zero and stays so: stage, columns, rows
     square, quarters = tile_layout(64, 64, STAGES, dtype, columns_of=32), tile_layout(32, 32, 4 * STAGES, dtype)
     sT, sP = allocate_tile(smem, square, dtype), allocate_tile(smem, square, dtype)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA prefill on the CuTe kernels: which calls the backends take, when one pass is chosen, how sequences are cut.
+
+Sizes only; numbers are in test_kda.py.
+"""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from cula.contract import KdaOptions, KdaProblem
+from cula.dispatch import choose
+from cula.ops.cute import kda, loader
+
+D, CHUNK, NUM_SMS = 128, 64, 132
+HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)
+
+HOPPER = KdaProblem(
+    device="cuda",
+    sm=(9, 0),
+    dtype=torch.bfloat16,
+    g_dtype=torch.bfloat16,
+    beta_dtype=torch.float32,
+    B=1,
+    T=8192,
+    N=1,
+    H=16,
+    HV=16,
+    K=D,
+    V=D,
+    is_packed=False,
+    has_scalar_gate=False,
+    has_initial_state=True,
+    needs_grad=False,
+    scale=1.0,
+    options=KdaOptions(use_gate_in_kernel=True, lower_bound=-5.0, safe_gate=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"needs_grad": True}, None),
+        ({"options": KdaOptions(safe_gate=True)}, None),
+        ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
+        ({"K": 64}, "takes K = V = 128, and this call has K = 64"),
+        ({"has_scalar_gate": True}, None),
+        ({"has_scalar_gate": True, "options": KdaOptions()}, None),
+        ({"has_scalar_gate": True, "options": KdaOptions(use_gate_in_kernel=True)}, "has no softplus gate"),
+        ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
+        ({"options": KdaOptions(use_gate_in_kernel=True)}, "has no softplus gate"),
+        ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),
+        ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, "intermediate states"),
+        ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, "keeps nothing for the backward"),
+        ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
+        ({"T": 0}, "at least one token"),
+        ({"T": 2**22, "H": 1, "HV": 1}, "fewer than 2^22 tokens a call"),
+        ({"T": 2**21, "H": 64, "HV": 64}, "fewer than 2^25 tokens times value heads"),
+    ],
+    ids=str,
+)
+def test_what_the_backend_takes(monkeypatch, change, reason):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    choice = choose("kda_fwd", dataclasses.replace(HOPPER, **change))
+    if reason is None:
+        assert choice.name == "cute_sm90"
+    else:
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+@pytest.mark.parametrize("sm", [(10, 0), (10, 3)])
+def test_blackwell_takes_what_hopper_does(monkeypatch, sm):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    blackwell = dataclasses.replace(HOPPER, sm=sm)
+    choice = choose("kda_fwd", blackwell)
+    assert choice.name == "cute_sm100"
+    assert "never run on hardware" in choice.backend.summary
+    for change, reason in (
+        ({"dtype": torch.float16}, "takes bfloat16"),
+        ({"K": 64}, "takes K = V = 128"),
+        ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
+        ({"sm": (12, 0)}, "needs compute capability 10.0 or 10.3, and this GPU has 12.0"),
+    ):
+        choice = choose("kda_fwd", dataclasses.replace(blackwell, **change))
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm100"]
+    assert dict(choose("kda_bwd", blackwell).passed_over)["cute_sm100"] == "has no kernel for kda_bwd"
+    monkeypatch.setattr(loader, "missing", lambda arch: f"no kernels for {arch}")
+    arch = {(10, 0): "sm_100a", (10, 3): "sm_103a"}[sm]
+    assert dict(choose("kda_fwd", blackwell).passed_over)["cute_sm100"] == f"no kernels for {arch}"
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])
+@pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
+    shape = {"B": 1, "T": T * N} if is_packed else {"B": N, "T": T}
+    cut = kda.cut(dataclasses.replace(HOPPER, **shape, N=N, H=HV, HV=HV, is_packed=is_packed), NUM_SMS)
+    chunks = -(-T // CHUNK)
+    per_sequence = -(-chunks // cut.per_segment)
+    assert cut.chunks >= N * chunks
+    assert cut.segments >= N * per_sequence
+    assert cut.has_maps or per_sequence == 1
+    # where a sequence that starts cold has longer segments, its blocks are enough for a B or an M each, of all but the last
+    assert cut.per_cold_segment >= cut.per_segment
+    if cut.per_cold_segment > cut.per_segment:
+        walkers, blocks = -(-chunks // cut.per_cold_segment), per_sequence + cut.helpers
+        assert cut.has_maps and 2 * (walkers - 1) <= blocks and cut.per_segment <= 2 * per_sequence
+    # at most one segment more than there are multiprocessors for, packed or not
+    assert cut.segments * HV <= max(NUM_SMS + N * HV, N * HV)
+    # helpers make maps of a single sequence where multiprocessors are idle, and never more than there are maps
+    assert 0 <= cut.helpers <= max(cut.segments - 1, 0)
+    if cut.helpers:
+        assert N == 1 and cut.has_maps and (cut.segments + cut.helpers) * HV <= NUM_SMS
+
+
+@pytest.mark.parametrize(
+    ("change", "clusters"),
+    [
+        ({"H": 64, "HV": 64}, 64),
+        ({"B": 2, "N": 2, "H": 64, "HV": 64}, 66),
+        ({"B": 8, "N": 8, "H": 48, "HV": 96}, 66),
+        ({"H": 96, "HV": 96}, 0),  # the second turn would leave many idle
+        ({"H": 16, "HV": 16}, 0),
+        ({"B": 4, "N": 4, "T": 2048, "H": 12, "HV": 12}, 48),  # few, but short
+        ({"B": 4, "N": 4, "T": 2049, "H": 12, "HV": 12}, 0),
+        ({"T": 2048, "H": 46, "HV": 46}, 0),
+        ({"T": 8192, "N": 4, "H": 12, "HV": 12, "is_packed": True}, 0),
+        ({"T": 128, "H": 4, "HV": 4}, 4),  # so few tokens that a launch counts
+        ({"T": 128, "N": 8, "H": 2, "HV": 4, "is_packed": True}, 32),
+        ({"T": 129, "H": 4, "HV": 4}, 0),
+        ({"T": 128, "N": 40, "H": 2, "HV": 4, "is_packed": True}, 0),  # would take turns
+        ({"N": 5, "H": 96, "HV": 96, "is_packed": True}, 0),  # lengths that are not known
+        ({"N": 6, "H": 96, "HV": 96, "is_packed": True}, 66),  # so many that they average out
+        ({"N": 5, "H": 64, "HV": 64, "is_packed": True}, 64),  # a cluster has the same heads of each
+        ({"N": 5, "H": 128, "HV": 128, "is_packed": True}, 64),
+        ({"H": 64, "HV": 64, "g_dtype": torch.float32}, 0),
+        ({"H": 64, "HV": 64, "g_dtype": torch.float32, "has_scalar_gate": True}, 64),
+        ({"H": 64, "HV": 64, "sm": (10, 0)}, 0),
+        ({"H": 64, "HV": 64, "options": HOPPER.options}, 0),  # keys as they come
+    ],
+    ids=str,
+)
+def test_one_pass_where_it_fills_the_gpu(change, clusters):
+    problem = dataclasses.replace(
+        HOPPER, **{"options": dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True), **change}
+    )
+    cut = kda.cut(problem, NUM_SMS)
+    assert cut.clusters == clusters
+    assert (cut.bytes(problem.HV) == 0) == (clusters > 0)
+    assert kda.how(problem, NUM_SMS).startswith(f"one pass on {clusters} clusters" if clusters else "two kernels, ")
+
+
+def test_a_choice_says_how_a_call_is_done(monkeypatch):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_capability": HOPPER_SM,
+        "get_device_properties": types.SimpleNamespace(multi_processor_count=NUM_SMS),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True))
+    choice = choose("kda_fwd", problem)
+    choice = dataclasses.replace(choice, how=choice.backend.how("kda_fwd", problem))  # as `cula.explain` does
+    line = "  two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
+    assert str(choice).splitlines()[1] == line
+    assert choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0))) is None  # of a GPU that is not here
+
+
+def test_how_a_call_is_done_names_both_cuts(monkeypatch):
+    for per_cold, text in (
+        (32, "segments of 16 chunks of 64 tokens, of 32 where gates forget slowly, "),
+        (16, "of 64 tokens, 146 MiB"),
+    ):
+        monkeypatch.setattr(kda, "cold_segments", lambda problem, cut, mean, per_cold=per_cold: per_cold)
+        assert text in kda.how(HOPPER, NUM_SMS)
+
+
+def test_only_hopper_cuts_cold_sequences_otherwise():
+    assert kda.cut(HOPPER, NUM_SMS).per_cold_segment > kda.cut(HOPPER, NUM_SMS).per_segment
+    blackwell = kda.cut(dataclasses.replace(HOPPER, sm=BLACKWELL_SM), NUM_SMS)
+    assert blackwell.per_cold_segment == blackwell.per_segment
+
+
+def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():
+    problem = dataclasses.replace(HOPPER, B=1, T=6400, N=64, is_packed=True)
+    cut = kda.cut(problem, NUM_SMS)
+    assert not cut.has_maps
+    assert cut.per_segment * CHUNK >= problem.T
