@@ -39,7 +39,7 @@ class Case:
     dtype: str = "bfloat16"
     flags: tuple[str, ...] = ALL_FLAGS
     packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
-    mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: "host"
+    mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: "host", or for a decode that makes its output "host-o"
     pool: str = "float32"  # decode: the dtype of the states
 
     def __post_init__(self) -> None:
@@ -75,6 +75,11 @@ class Case:
         return self.op.startswith("kda")
 
     @property
+    def is_host(self) -> bool:
+        """Whether it measures what a call costs the host."""
+        return self.mode.startswith("host")
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -101,7 +106,9 @@ class Case:
             parts.append(f"{self.pool} states")
         if self.has("scalar"):
             parts.append("one gate a head")
-        if self.mode not in ("", "host"):
+        if self.is_decode and self.is_host:
+            parts.append("makes o" if self.mode == "host-o" else "out=")
+        elif self.mode not in ("", "host"):
             parts.append(self.mode)
         return ", ".join(parts)
 

@@ -73,9 +73,11 @@ class Cula(Peer):
         pool, slots, out = x.h0.clone(), x.state_indices.long(), torch.empty_like(x.v)
         _, (q, k, v, _pool), options = self.signature(x)
 
-        def read(_: Any) -> Outputs:
-            return {"o": out, "state": pool[slots]}
+        def read(done: Any) -> Outputs:
+            return {"o": done[0], "state": pool[slots]}
 
+        if x.case.mode == "host-o":
+            return Call(lambda: cula.cula_decode(q, k, v, pool, **options), read)
         return Call(lambda: cula.cula_decode(q, k, v, pool, out=out, **options), read)
 
     def explain(self, x: Inputs) -> dispatch.Choice:

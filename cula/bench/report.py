@@ -110,7 +110,11 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
     head = ["operation", "shape, gate", "backend", "host us" if is_host else "ms"]
     head += ["cold L2 ms", "host us"] if is_gpu and not is_host else []
     head += ["in a loop us"] if has_loop else []
+    has_add = any(summary.ours(row).get("add_loop_ms") for row in rows)
+    head += ["torch add_ in a loop us"] if has_add else []
     head += ["dispatch us", "graph replay us"] if is_host else ["floor ms", "over floor"]
+    has_states = any("states_ms" in row for row in rows)
+    head += ["torch mul_ of the states ms"] if has_states else []
     head += ["error"] + (["peak MiB"] if has_peak else [])
     for p in peers:
         head += [f"{p} {'us' if is_host else 'ms'}", f"{p} / cuLA", f"{p} error"] + ([f"{p} peak MiB"] if has_peak else [])
@@ -126,10 +130,13 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
             cells += [summary.ms(entry.get("cold_ms")), _us(entry.get("host_ms"))]
         if has_loop:
             cells += [_us(entry.get("host_loop_ms"))]
+        if has_add:
+            cells += [_us(entry.get("add_loop_ms"))]
         if is_host:
             cells += [_us(entry.get("dispatch_ms")), _us(entry.get("graph_host_ms"))]
         else:
             cells += [summary.ms(row["floor"]["ms"]), summary.times(entry.get("over_floor"))]
+        cells += [summary.ms(row.get("states_ms"))] if has_states else []
         cells += [summary.error(summary.largest_error(entry))] + ([_mib(entry)] if has_peak else [])
         for p in peers:
             other = row["entries"].get(p, {"status": "declined"})

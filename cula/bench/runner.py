@@ -114,7 +114,7 @@ def measure(case: Case, settings: Settings, contenders: Sequence[Peer], bandwidt
         "op": case.op,
         "label": case.label,
         "case": case.to_json(),
-        "metric": "host_ms" if case.mode == "host" else "time_ms",
+        "metric": "host_ms" if case.is_host else "time_ms",
         "floor": {"bytes": nbytes, "ms": nbytes / bandwidth * 1e3, "bandwidth": bandwidth},
         "checked": part.describe(case),
         "forced": None if settings.backend == "auto" else settings.backend,
@@ -132,6 +132,9 @@ def measure(case: Case, settings: Settings, contenders: Sequence[Peer], bandwidt
     for entry in entries.values():
         if "time_ms" in entry and row["metric"] == "time_ms":
             entry["over_floor"] = entry["time_ms"] / row["floor"]["ms"]
+    if case.is_decode and not case.is_host and x.h0 is not None:
+        states = x.h0[: case.N]  # as many, in place, by the simplest kernel there is: what the memory lets a decode do
+        row["states_ms"] = timing.measure(lambda: states.mul_(1.0), device).time_ms
     row["entries"] = entries
     row["ratios"] = _ratios(entries, row["metric"])
     row["seconds"] = time.perf_counter() - began
@@ -152,10 +155,12 @@ def _entry(contender: Peer, x: Inputs, want: check.Outputs, part: check.Slice) -
                 entry["note"] = call.note
             if x.case.is_train:
                 entry["peak_bytes"] = timing.peak_bytes(call.run, x.device)
-            if x.case.mode == "host":
+            if x.case.is_host:
                 entry["host_loop_ms"] = timing.measure_loop(call.run, x.device)
                 if isinstance(contender, Cula):
                     entry["dispatch_ms"] = timing.measure_host(contender.dispatch_only(x))
+                    one = torch.zeros(1, device=x.device)
+                    entry["add_loop_ms"] = timing.measure_loop(lambda: one.add_(1), x.device)  # torch's own: how fast the host is
             return entry
     except Exception as error:
         return {"status": "failed", "reason": f"{type(error).__name__}: {timing.first_line(error)}"}

@@ -128,10 +128,11 @@ def _on_gpu(suite: str) -> list[Case]:
         return _gated(by_t + by_h, ("fast", "slow"))
     if suite == "dist":
         return _dist_modes(_batch(suite, "kda_prefill", 65536, 32, 1))
-    small = (Case(suite, op, (64,), 4, 4, mode="host") for op in ("kda_prefill", "kda_train"))
+    small = [Case(suite, op, (64,), 4, 4, mode="host") for op in ("kda_prefill", "kda_train")]
+    longer = replace(small[0], lens=(1024,))  # on Hopper two kernels, where 64 tokens are one
     lightning_host = Case(suite, "lightning_prefill", (64,), 4, 4, gate=SLOPES, mode="host")
-    decode = Case(suite, "kda_decode", (1,), 4, 4, mode="host")
-    return [*small, lightning_host, decode, replace(decode, op="lightning_decode", gate=SLOPES)]
+    decode = [Case(suite, "kda_decode", (1,), 4, 4, mode=mode) for mode in ("host", "host-o")]
+    return [*small, longer, lightning_host, *decode, *(replace(c, op="lightning_decode", gate=SLOPES) for c in decode)]
 
 
 def _on_cpu(suite: str) -> list[Case]:
