@@ -58,12 +58,14 @@ class Launch:
 
 WORDS = struct.Struct("4Q")
 CONFIG = struct.Struct("7I4x2QI4x")  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number
-STREAM = 32  # its offset there
+STREAM, ATTRIBUTES = 32, 40  # offsets there
+ATTRIBUTE = struct.Struct("I4xI60x")  # CUlaunchAttribute: which one, and its value
+STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 WORD = 8
 NUM_SCRATCH = 2  # last parameters of every kernel: addresses of scratch memory, which ours do not use
 
 # What a launch may need that is not done here.
-UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+UNUSUAL = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 
 
 def frame(compiled: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Frame | None:
@@ -78,16 +80,19 @@ def frame(compiled: Any, grid: int, tensors: Sequence[Tensor | None], rest: Sequ
     function = _driver_function("cuLaunchKernelEx")
     if function is None or None in values or len(values) != num_parameters(compiled):
         return None
-    # four words | CUlaunchConfig | addresses of the parameters | parameters
-    pointers_at = WORDS.size + CONFIG.size
+    # four words | CUlaunchConfig | its attribute, if it has one | addresses of the parameters | parameters
+    attributes = ATTRIBUTE.pack(STARTS_EARLY, 1) if metadata.launch_pdl else b""
+    attributes_at = WORDS.size + CONFIG.size
+    pointers_at = attributes_at + len(attributes)
     values_at = pointers_at + WORD * len(values)
     words = WORDS.pack(0, compiled.function, 0, 0)
-    config = CONFIG.pack(grid, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, 0, 0, 0)
+    config = CONFIG.pack(grid, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, 0, 0, bool(attributes))
     return Frame(
         function,
-        words + config + bytes(WORD * len(values)) + b"".join(values),  # type: ignore[arg-type]
+        words + config + attributes + bytes(WORD * len(values)) + b"".join(values),  # type: ignore[arg-type]
         (
             (0, WORDS.size),
+            *([(WORDS.size + ATTRIBUTES, attributes_at)] if attributes else []),
             (2 * WORD, pointers_at),
             *((pointers_at + WORD * i, values_at + WORD * i) for i in range(len(values))),
         ),

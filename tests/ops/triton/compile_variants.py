@@ -9,6 +9,7 @@ A process of its own, because the interpreter that the other tests use and the c
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from tests.support.sass import misplaced_descriptors
 from tests.support.triton_offline import dry_run
 
 BF16, FP32 = torch.bfloat16, torch.float32
+ACCESS = r"\b(?:ld|st|atom|red)\.[\w.]*global[\w.]*"
 FULL = KdaCall(gate="bounded", norm=True, beta="sigmoid", dtype=BF16, K=128, V=128, H=1, HV=2, T=256, gate_dtype=BF16)
 
 # name -> call. Head dims and dtypes decide tiles; the gate decides how diagonal blocks are made.
@@ -81,7 +83,11 @@ def compile_all(arch: int, part: int) -> list[dict]:
             faults = misplaced_descriptors(r.kernel.asm["cubin"]) if arch == 90 else []
             types = tuple(r.kernel.src.signature.values())
             parameters = launch.num_parameters(r.kernel), len([*launch.parameters(types, types)])
-            reports.append({"call": what, "arch": arch, "faults": faults, "parameters": parameters, **shown})
+            is_early = r.kernel.metadata.launch_pdl
+            reports.append(
+                {"call": what, "arch": arch, "faults": faults, "parameters": parameters, "is_early": is_early, **shown}
+                | {"accesses": re.findall(ACCESS, r.kernel.asm["ptx"].partition("griddepcontrol.wait")[0]) if is_early else []}
+            )
 
     for name, call in wanted(KDA).items():
         options = KdaOptions(**call.switches(), output_final_state=True)

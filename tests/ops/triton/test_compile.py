@@ -32,6 +32,8 @@ def test_kernels_compile_and_fit(arch, part):
     for r in reports:
         assert r["fits"], f"too much shared memory: {r}"
         assert not r["faults"], f"ptxas went wrong: {r}"
+        assert r["is_early"] == (r["name"] == "decode_kernel" and arch >= 90), r
+        assert not r["accesses"], f"launched early, it touches memory before it waits for the kernel in front: {r}"
         declared, passed = r["parameters"]
         assert declared == passed + launch.NUM_SCRATCH, f"a launch passes other parameters than the kernel has: {r}"
         is_main = "fp32" not in r["call"] and "256" not in r["call"]

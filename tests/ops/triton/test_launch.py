@@ -2,6 +2,7 @@
 """A launch by the driver gets what Triton's launcher would pass to it. `test_compile.py` counts parameters of real kernels."""
 
 import ctypes
+import struct
 import types
 
 import pytest
@@ -58,7 +59,9 @@ def driver(monkeypatch):
         kinds = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int8]
         at = (ctypes.c_void_p * 9).from_address(parameters)
         values = [kind.from_address(a).value for kind, a in zip([*kinds, ctypes.c_uint64, ctypes.c_uint64], at)]
-        calls.append((Config.from_buffer_copy(Config.from_address(config)), function, values, extra))
+        config = Config.from_buffer_copy(Config.from_address(config))
+        attributes = [bytes((ctypes.c_char * 72).from_address(config.attributes + 72 * i)) for i in range(config.num_attributes)]
+        calls.append((config, function, values, extra, attributes))
         return 0
 
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(called)
@@ -67,26 +70,30 @@ def driver(monkeypatch):
     return calls
 
 
-def test_the_driver_gets_the_kernels_parameters(driver):
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_driver_gets_the_kernels_parameters(driver, is_early):
     if native._compiled() is None:
         pytest.skip("native.c cannot be compiled here")
     q, o = torch.randn(8), torch.randn(8)
-    frame = launch.frame(compiled(), GRID, (q, None, o), REST)
+    frame = launch.frame(compiled(launch_pdl=is_early), GRID, (q, None, o), REST)
     run = native.launcher((Address(0), Address(1), Address(~0)), print, frame)
     assert run(STREAM, addresses((q, None)), o)
-    config, function, values, extra = driver[1]
+    config, function, values, extra, attributes = driver[1]
     assert values == [q.data_ptr(), o.data_ptr(), -3, 2**40, 2**35, pytest.approx(0.1), 1, 0, 0]
     assert (function, extra) == (FUNCTION, None)
     grid, block = (config.gridx, config.gridy, config.gridz), (config.blockx, config.blocky, config.blockz)
     assert (grid, block, config.shared) == ((GRID, 1, 1), (64, 1, 1), 300)
-    assert (config.stream, config.attributes, config.num_attributes) == (STREAM, None, 0)
+    assert config.stream == STREAM
+    if is_early:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, to which 1 is given
+        assert [struct.unpack("=IIQ56x", attribute) for attribute in attributes] == [(6, 0, 1)]
+    else:
+        assert config.attributes is None and not attributes
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"num_ctas": 2},
-        {"launch_pdl": True},
         {"launch_cooperative_grid": True},
         {"global_scratch_size": 8},
         {"profile_scratch_size": 8},
