@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every CuTe kernel compiles and fits, for every architecture of the table, without a GPU."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,40 @@ def test_one_code_serves_both_blackwells():
     one, other = (compiled(BLACKWELL_KDA[0], arch).ptx for arch in ("sm_100a", "sm_103a"))
     assert one != other
     assert one.replace(".target sm_100a", ".target sm_103a") == other
+
+
+def accesses_before_waiting(ptx: str) -> list[str]:
+    """Of each kernel in a text, what it does with global memory before it waits for the kernel in front of it, and whether it
+    lets the next one start before."""
+    found = []
+    for body in re.split(r"\.entry\b", ptx)[1:]:
+        before, waits, _ = body.partition("griddepcontrol.wait")
+        found += ["never waits"] if not waits else []
+        found += re.findall(r"\b(?:(?:ld|st|atom|red)\.[\w.:]*global|cp\.async|griddepcontrol\.launch)[\w.:]*", before)
+    return found
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", ["decode_4_f32", "decode_8_bf16_lightning", "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16",
+                                  "lightning_d128_fp32", "lightning_ends_d64_bf16"])  # fmt: skip
+def test_kernels_wait_before_they_touch_memory(name):
+    """They may be launched while the one in front still runs."""
+    first, *others = re.split(r"(?=\.entry\b)", compiled(name, "sm_90a").ptx)[1:]
+    assert accesses_before_waiting(first) == []
+    # The walk of KDA reads where sequences begin: who wrote that has ended, for the kernel in front has waited before it let the
+    # walk start.
+    assert all(set(accesses_before_waiting(other)) <= {"ld.global.b32"} for other in others)
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", BLACKWELL_KDA)
+def test_blackwells_kernels_wait_before_they_touch_memory(name):
+    assert accesses_before_waiting(compiled(name, "sm_100a").ptx) == []
+
+
+def test_a_kernel_that_does_not_wait_is_noticed():
+    text = ".entry a( ) { ld.global.b32 %r1, [%rd1]; griddepcontrol.wait; st.global.b32 [%rd1], %r1; } .entry b( ) { ret; }"
+    assert accesses_before_waiting(text) == ["ld.global.b32", "never waits"]
 
 
 def test_what_does_not_fit_is_noticed():

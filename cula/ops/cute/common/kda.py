@@ -238,6 +238,7 @@ def kda_host(
         stream=stream,
         min_blocks_per_mp=target.blocks if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
         preferred_smem_carveout=100,
+        use_pdl=True,
     )
 
     target.launch_state(

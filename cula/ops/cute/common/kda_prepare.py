@@ -129,6 +129,7 @@ def prepare_kernel(
 ):
     """A block for each (value head, number of a chunk). T and P are written as squares if `has_zeros`, else by quarters,
     without the one that is zero."""
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, chunk, seq = cute.arch.block_idx()
     _, spans, _ = cute.arch.grid_dim()

@@ -201,7 +201,8 @@ def state_kernel(
                 cute.arch.mbarrier_init(bars + at, count)
     cute.arch.mbarrier_init_fence()
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(is_map):  # behind the last kernel of a call, another's blocks would take multiprocessors still wanted
+        cute.arch.griddepcontrol_launch_dependents()
     hv, number, which = cute.arch.block_idx()
     if warp_id == 0:
         is_busy, seq, begin, tokens, chunk0, first_segment, i, segments, from_chunk, out_from, to_chunk, cold = segment_of(

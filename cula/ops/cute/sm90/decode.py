@@ -70,6 +70,7 @@ def decode_kernel(
     wid, lane = tid // 32, tid % 32
     of_tokens = decode_tokens if rows.is_kda else decode_lightning
     warp_row = (block * WARPS + wid) * rows.warp_rows
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
 
     # The slot first, then all that does not depend on it.
     size = select((flags & INDEX_IS_I64) != 0, I32(8), I32(4))
@@ -175,6 +176,7 @@ def decode_host(
         block=(32 * WARPS, 1, 1),
         min_blocks_per_mp=BLOCKS,
         preferred_smem_carveout=28,  # percent, 64 KB: as many blocks as registers let in, and the rest is L1
+        use_pdl=True,
         stream=stream,
     )
 

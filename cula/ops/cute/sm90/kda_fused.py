@@ -460,6 +460,7 @@ def fused_kernel(
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
 
     if warp_id < WALKERS:
         # -- prepare every fourth chunk
@@ -652,7 +653,14 @@ def fused_host(
         lt,
         lv,
         kind,
-    ).launch(grid=(2 * clusters, 1, 1), block=(THREADS, 1, 1), cluster=(2, 1, 1), stream=stream, min_blocks_per_mp=1)
+    ).launch(
+        grid=(2 * clusters, 1, 1),
+        block=(THREADS, 1, 1),
+        cluster=(2, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=True,
+    )
 
 
 def variants() -> Iterator[Variant]:

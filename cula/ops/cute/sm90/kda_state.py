@@ -265,7 +265,6 @@ def state_kernel(
     maps_are_made = pipeline.NamedBarrier(barrier_id=4, num_threads=288)  # the consumers know, the producer wants to
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
-    cute.arch.griddepcontrol_launch_dependents()
     i, L, is_walker, warm, cold, b_segment, m_segment = jobs_of(
         mVec, hv, helpers, has_h0, L, cold_L, chunk0, all_chunks, number - helpers - first_number, segments
     )

@@ -192,7 +192,7 @@ class LightningSm90:
             scale, sizes, has_h0, has_ht, is_indexed,
             wgmma(C, K_MAJOR, False), wgmma(C, K_MAJOR, True), wgmma(cfg.K, MN_MAJOR, True), l_qk, l_v, l_p, l_o,
         ).launch(
-            grid=(num_blocks, 1, 1), block=(self.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks
+            grid=(num_blocks, 1, 1), block=(self.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks, use_pdl=True
         )  # fmt: skip
 
     def of_states(self, dtype: Any, address: Int64, HV: I32, slot: Int64) -> Any:
@@ -236,6 +236,7 @@ class LightningSm90:
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * self.stages),
         )
         producer, _ = ring.make_participants()
+        cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
 
         if warpgroup_id == 0:
             cute.arch.setmaxregister_decrease(cfg.registers[0])
