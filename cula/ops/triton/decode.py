@@ -18,7 +18,7 @@ state_indices[n, max(a - 1, 0)] (n without indices):  intermediate_states[n, a -
 otherwise the pool's slot. A null slot makes the row padding: zeros come out, no state is read or written.
 
 States move at the speed of memory: 2 * N * HV * V * K * (bytes an element), once in and once out, is the floor.
-Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; nothing is compiled anew for another N or P.
+Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; for any N there are two kernels at most.
 """
 
 from __future__ import annotations
@@ -289,7 +289,8 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     """BV and num_warps. A tile of one warp needs no barrier for its sums over K.
 
     H200, K = V = 128, H = 32, us at N = 1 / 64 / 256. KDA: 16 rows and 1 warp 3.2 / 69 / 267, 8 and 1 3.4 / 70 / 270,
-    32 and 4 3.8 / 78 / 295. Lightning: 8 and 1 2.8 / 69 / 268, 16 and 1 3.0 / 69 / 268, 32 and 4 3.3 / 72 / 274.
+    32 and 4 3.8 / 78 / 295. Lightning: 8 and 1 2.8 / 69 / 268, 16 and 1 3.0 / 69 / 268, 32 and 4 3.3 / 72 / 274; on bfloat16
+    states 8 and 1 2.2 / 38.1 / 143, 16 and 1 2.6 / 37.3 / 141.
     In the layout [K, V] a row of the tile is a column of BV channels, and more of them ask less of the memory: 64 and 4
     3.4 / 71 / 271, 32 and 1 3.2 / 75 / 289. All with the tile uncut, which several tokens a row in the layout [V, K] do
     not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code).
@@ -297,10 +298,12 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     Loads in order (KDA, bfloat16): 37.2 / 140.2 us at N = 64 / 256, otherwise 37.8 / 143.4. Float32 states and Lightning are 1 %
     slower so. All of these were taken during development.
     """
+    has_many_states = problem.N * problem.HV >= 1024
     if problem.options.state_is_kv:
-        BV, num_warps = (64, 4) if problem.N * problem.HV >= 1024 else (32, 1)
+        BV, num_warps = (64, 4) if has_many_states else (32, 1)
     else:
-        BV, num_warps = max((2048 if problem.options.is_kda else 1024) // BK, 4), 1
+        is_large = problem.options.is_kda or (has_many_states and problem.pool_dtype == torch.bfloat16)
+        BV, num_warps = max((2048 if is_large else 1024) // BK, 4), 1
     return min(BV, 1 << (problem.V - 1).bit_length()), num_warps
 
 
