@@ -68,7 +68,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "in a graph", "behind another stream"])
+@pytest.mark.parametrize("how", ["eager", "on a stream of its own", "in a graph", "behind another stream"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_sees_what_the_kernel_in_front_wrote(name, how):
     if torch.cuda.get_device_capability() < (9, 0):
@@ -100,11 +100,16 @@ def test_a_call_sees_what_the_kernel_in_front_wrote(name, how):
     elif how == "eager":
         write()
         got = run(q, pool)
+    elif how == "on a stream of its own":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            write()
+            got = run(q, pool)
     else:
         other = torch.cuda.Stream()
         with torch.cuda.stream(other):
             write()
         torch.cuda.current_stream().wait_stream(other)
         got = run(q, pool)
+    torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert got[0].any()
