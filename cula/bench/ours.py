@@ -70,14 +70,13 @@ class Cula(Peer):
 
     def _decode(self, x: Inputs) -> Call:
         assert x.h0 is not None and x.state_indices is not None
-        pool, slots, out = x.h0.clone(), x.state_indices.long(), torch.empty_like(x.v)
+        pool, slots = x.h0.clone(), x.state_indices.long()
+        out = None if x.case.mode == "host-o" else torch.empty_like(x.v)
         _, (q, k, v, _pool), options = self.signature(x)
 
         def read(done: Any) -> Outputs:
-            return {"o": done[0], "state": pool[slots]}
+            return {"o": done[0] if out is None else out, "state": pool[slots]}
 
-        if x.case.mode == "host-o":
-            return Call(lambda: cula.cula_decode(q, k, v, pool, **options), read)
         return Call(lambda: cula.cula_decode(q, k, v, pool, out=out, **options), read)
 
     def explain(self, x: Inputs) -> dispatch.Choice:

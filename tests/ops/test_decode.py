@@ -6,6 +6,7 @@ import torch
 
 import cula
 from cula import reference
+from cula.plans import Plans
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, KdaCall, LightningCall
 
@@ -85,6 +86,31 @@ def test_lightning_decode_matches_the_recurrence(backend, device, T):
     assert relative_error(pool[[0, 3]], want_state[:2]) < TOLERANCE[call.dtype]
     assert not o[2].any()
     assert same_bits(pool[[1, 2, 4, 5, 6]], before[[1, 2, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_many_states_take_other_tiles(backend, device, layout, monkeypatch):
+    if backend != "triton":
+        pytest.skip("tiles are Triton's")
+    from cula.ops.triton import decode
+
+    sizes = []
+    tiles = lambda problem, BK, of=decode._tiles: sizes.append(of(problem, BK)) or sizes[-1]
+    monkeypatch.setattr(decode, "_tiles", tiles)
+    call = LightningCall(T=1, B=2, H=1, HV=1, K=128, V=128)
+    q, k, v, decay = (call.tensors(device)[n] for n in ("q", "k", "v", "decay"))
+    start = torch.randn(2, 1, 128, 128, generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    want_o, want_state = reference.lightning(q, k, v, decay, initial_state=start)
+    for many in (decode.MANY_STATES, 1):
+        monkeypatch.setattr(decode, "MANY_STATES", many)
+        monkeypatch.setattr("cula.api._decode_plans", Plans())  # those of the other tiles are not for these
+        pool = start.transpose(-1, -2).contiguous() if layout == "kv" else start.clone()
+        options = {"mode": "lightning", "decay": decay, "state_layout": layout, "backend": backend}
+        o, _ = cula.cula_decode(q, k, v, pool, **options)
+        pool = pool.transpose(-1, -2) if layout == "kv" else pool
+        assert relative_error(o, want_o) < TOLERANCE[torch.float32]
+        assert relative_error(pool, want_state) < TOLERANCE[torch.bfloat16]
+    assert len(set(sizes)) == 2
 
 
 def test_packed_rows_equal_rows(backend, device):

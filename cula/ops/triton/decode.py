@@ -39,6 +39,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 L2_NORM_EPS = tl.constexpr(1e-6)
 # Parameters that one kernel takes at any address: of these it reads one number at a time.
 ANY_ADDRESS = ["indices", "beta", "A_log", "decay", "accepted"]
+MANY_STATES = 1024  # of a call, one a row and value head: from here on some tiles are larger
 
 
 # Device code
@@ -293,12 +294,9 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     states 8 and 1 2.2 / 38.1 / 143, 16 and 1 2.6 / 37.3 / 141.
     In the layout [K, V] a row of the tile is a column of BV channels, and more of them ask less of the memory: 64 and 4
     3.4 / 71 / 271, 32 and 1 3.2 / 75 / 289. All with the tile uncut, which several tokens a row in the layout [V, K] do
-    not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code).
-
-    Loads in order (KDA, bfloat16): 37.2 / 140.2 us at N = 64 / 256, otherwise 37.8 / 143.4. Float32 states and Lightning are 1 %
-    slower so. All of these were taken during development.
+    not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code). Taken during development.
     """
-    has_many_states = problem.N * problem.HV >= 1024
+    has_many_states = problem.N * problem.HV >= MANY_STATES
     if problem.options.state_is_kv:
         BV, num_warps = (64, 4) if has_many_states else (32, 1)
     else:
@@ -323,6 +321,9 @@ def _arguments(
     # Programmatic dependent launch: blocks may come to the multiprocessors while the kernel in front, whichever it is, still runs
     # there, and wait for its end before they read anything.
     is_early = problem.sm is not None and problem.sm >= (9, 0)
+    # H200, H = 32, us at N = 64 / 256, during development: KDA on bfloat16 states 37.2 / 140.2, otherwise 37.8 / 143.4; on
+    # float32 states, and Lightning on either, 1 % slower in order.
+    is_in_order = T == 1 and options.is_kda and problem.pool_dtype == torch.bfloat16 and x.intermediate_states is None
     BK = 1 << (problem.K - 1).bit_length()
     BV, num_warps = _tiles(problem, BK)
     grid = problem.N * problem.HV * -(-problem.V // BV)
@@ -366,7 +367,7 @@ def _arguments(
         COMMIT=options.commit,
         STATE_IS_KV=options.state_is_kv,
         IS_EARLY=is_early,
-        IN_ORDER=T == 1 and options.is_kda and x.state.element_size() == 2 and x.intermediate_states is None,
+        IN_ORDER=is_in_order,
     )
     assert list(constants) == decode_kernel.arg_names[-len(constants) :]
     launch = {"num_warps": num_warps} | ({"launch_pdl": True} if is_early else {})
