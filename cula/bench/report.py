@@ -113,8 +113,9 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
     has_add = any(summary.ours(row).get("add_loop_ms") for row in rows)
     head += ["torch add_ in a loop us"] if has_add else []
     head += ["dispatch us", "graph replay us"] if is_host else ["floor ms", "over floor"]
-    has_states = any("states_ms" in row for row in rows)
-    head += ["torch mul_ of the states ms"] if has_states else []
+    alone = {"states_ms": "torch mul_ of the states ms", "slots_ms": "of the slots in their order ms"}
+    alone = {name: title for name, title in alone.items() if any(name in row for row in rows)}
+    head += alone.values()
     head += ["error"] + (["peak MiB"] if has_peak else [])
     for p in peers:
         head += [f"{p} {'us' if is_host else 'ms'}", f"{p} / cuLA", f"{p} error"] + ([f"{p} peak MiB"] if has_peak else [])
@@ -136,7 +137,7 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
             cells += [_us(entry.get("dispatch_ms")), _us(entry.get("graph_host_ms"))]
         else:
             cells += [summary.ms(row["floor"]["ms"]), summary.times(entry.get("over_floor"))]
-        cells += [summary.ms(row.get("states_ms"))] if has_states else []
+        cells += [summary.ms(row.get(name)) for name in alone]
         cells += [summary.error(summary.largest_error(entry))] + ([_mib(entry)] if has_peak else [])
         for p in peers:
             other = row["entries"].get(p, {"status": "declined"})

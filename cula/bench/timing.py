@@ -16,8 +16,8 @@ import torch
 WARM_UP = 3
 SECONDS_A_MEASURE = 0.2
 MIN_REPEATS, MAX_REPEATS = 5, 60
-SHORT_MS = 0.2  # calls shorter than this are captured several times in one graph
-MAX_COPIES = 20
+SHORT_MS = 0.5  # calls shorter than this are captured several times in one graph, whose own beginning and end take microseconds
+MAX_COPIES = 100
 HOST_REPEATS = 25
 LOOP_CALLS, LOOP_SECONDS = 100, 0.01  # calls a batch: this many, or what fits in the time
 LOOP_SPAN = 1.0  # seconds of batches: a host's clock takes some tenths of one to rise
