@@ -211,8 +211,10 @@ def _cute_why_not_kda(p: KdaProblem) -> str | None:
 
 
 def _cute_why_not_decode(p: DecodeProblem) -> str | None:
-    if p.T == 1:
-        return "takes 2 to 8 tokens a row: with one, Triton's kernel runs at the memory's speed"
+    if p.T == 1 and p.pool_dtype == torch.float32:
+        return "takes 2 to 8 tokens a row on float32 states: with one, Triton's kernel runs at the memory's speed"
+    if p.T == 1 and p.has_scalar_gate:
+        return "takes one gate a channel where a row has one token"
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
     if p.has_token_indices or p.has_accepted or p.has_intermediate_states:

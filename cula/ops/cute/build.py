@@ -4,8 +4,8 @@
 CuTe DSL fixes the architecture when it is first imported, so every build runs in a process of its own, whatever the caller
 has imported: `build(...)` starts `python -m cula.ops.cute.build ...` and reads what it leaves behind.
 
-For each variant the folder gets `NAME.so`, which tvm-ffi loads, and `NAME.json`, its `Facts`; with `keep_text` also `NAME.ptx`
-and `NAME.host.mlir`, the device and the host code as text. Files appear whole or not at all: they are written under another
+For each variant the folder gets `NAME.so`, which tvm-ffi loads, and `NAME.json`, its `Facts`; with `keep_text` also `NAME.ptx`,
+`NAME.cubin` and `NAME.host.mlir`, the device and the host code. Files appear whole or not at all: they are written under another
 name and moved.
 """
 
@@ -138,7 +138,7 @@ def build(
         arch: `sm_90a`, ...
         modules: the kernel modules to take variants from.
         names: which of them; None for all.
-        keep_text: leave PTX and host code too.
+        keep_text: leave PTX, machine code and host code too.
         part: `(i, n)` compiles every n-th of them from the i-th on, so that n processes can share the work.
         reuse: keep what `out` has already; for a folder that belongs to one state of the sources.
 
@@ -229,9 +229,10 @@ def compile_variant(variant: Variant, arch: str, out: Path, keep_text: bool) -> 
         ends = ["json", "so"]  # the library last: where it is, the rest is
         if keep_text:
             (folder / "kernel.ptx").write_text(ptx)
+            (folder / "kernel.cubin").write_bytes(cubin)
             # without the device binary, which is most of it and which no reader of the text wants
             (folder / "kernel.host.mlir").write_text("\n".join(x for x in host.splitlines() if "@kernels_binary(" not in x))
-            ends = ["ptx", "host.mlir", *ends]
+            ends = ["ptx", "cubin", "host.mlir", *ends]
         for end in ends:
             (folder / f"kernel.{end}").replace(out / f"{variant.name}.{end}")
     return facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode of several tokens a row on the CuTe kernels: which kernel, and the launch.
+"""Decode on the CuTe kernels, one token a row on states in bfloat16 or several: which kernel, and the launch.
 
 `sm90/decode.py` says what the kernels compute.
 """
@@ -42,7 +42,9 @@ WIDE_STATES = 64
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
     p, is_kda, is_f32 = problem, problem.options.is_kda, problem.pool_dtype == torch.float32
-    T = next(T for T in TOKENS if T >= p.T) if is_kda or is_f32 else TOKENS[-1]  # Lightning's in bfloat16 is for all
+    T = p.T
+    if T > 1:  # Lightning's in bfloat16 is for all
+        T = next(T for T in TOKENS if T >= p.T) if is_kda or is_f32 else TOKENS[-1]
     wide = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
     return f"decode_{T}_{SHORT[p.pool_dtype]}{wide}" + ("" if is_kda else "_lightning")
 
@@ -63,6 +65,7 @@ def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
         v=_aligned(x.v),
         g=None if x.g is None else _aligned(x.g),
         beta=None if x.beta is None else _aligned(x.beta),
+        dt_bias=_aligned(x.dt_bias) if p.T == 1 and x.dt_bias is not None else x.dt_bias,  # read one at a time by the others
     )
     addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
     load(name, ARCH)(*addresses, *_numbers(p, x, to), stream_of(device))
@@ -76,14 +79,20 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     are at the same addresses. It makes o and names the pool."""
     p, device = problem, x.q.device
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
-    if not all(_is_aligned(t, QK_BYTES) for t in (x.q, x.k)) or not all(
-        t is None or _is_aligned(t) for t in (x.v, x.g, x.beta, o)
-    ):
+    by_four = (x.v, x.g, x.beta, o, x.dt_bias if p.T == 1 else None)
+    if not all(_is_aligned(t, QK_BYTES) for t in (x.q, x.k)) or not all(t is None or _is_aligned(t) for t in by_four):
         return None
     gate_bytes = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES
     if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
         gate_bytes = 1
-    bytes_of = {"q": QK_BYTES, "k": QK_BYTES, "v": TOKEN_BYTES, "state": F32_BYTES, "g": gate_bytes}
+    bytes_of = {
+        "dt_bias": F32_BYTES if p.T == 1 else 1,
+        "q": QK_BYTES,
+        "k": QK_BYTES,
+        "v": TOKEN_BYTES,
+        "state": F32_BYTES,
+        "g": gate_bytes,
+    }
     of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
     launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
     fields = x._fields
@@ -99,11 +108,11 @@ def _is_aligned(t: Tensor, size: int | None = None) -> bool:
     """Whether so many bytes of channels, four channels if not given, can be read or written at a time, and places in a row
     counted with 32 bits.
 
-    t is [N, T, heads, channels], or [N, T, heads] with one number a head.
+    t is [N, T, heads, channels], [heads, channels], or [N, T, heads] with one number a head.
     """
     unit = 1 if t.dim() == 3 else 4 if size is None else size // t.element_size()
     row, *inside = t.stride()
-    if t.dim() == 4 and inside.pop() != 1:
+    if t.dim() != 3 and inside.pop() != 1:
         return False
     is_near = sum(size * stride for size, stride in zip(t.shape[1:], inside)) < 2**31
     return is_near and t.data_ptr() % (unit * t.element_size()) == 0 and all(s % unit == 0 for s in (row, *inside))

@@ -39,7 +39,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 L2_NORM_EPS = tl.constexpr(1e-6)
 # Parameters that one kernel takes at any address: of these it reads one number at a time.
 ANY_ADDRESS = ["indices", "beta", "A_log", "decay", "accepted"]
-MANY_STATES = 1024  # of a call, one a row and value head: from here on some tiles are larger
+MANY_STATES = 1024  # of a call, one a row and value head: from here on tiles of states [K, V] are larger
 
 
 # Device code
@@ -51,12 +51,12 @@ def _is_null(slot, NULL_IS_NONPOSITIVE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(p, m_s, IS_WHOLE: tl.constexpr, IN_ORDER: tl.constexpr):
+def _load_tile(p, m_s, IS_WHOLE: tl.constexpr):
     """A tile of a state in fp32; zeros past its edges."""
     if IS_WHOLE:
-        return tl.load(p, volatile=IN_ORDER).to(tl.float32)
+        return tl.load(p).to(tl.float32)
     else:
-        return tl.load(p, mask=m_s, other=0.0, volatile=IN_ORDER).to(tl.float32)
+        return tl.load(p, mask=m_s, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -165,7 +165,6 @@ def decode_kernel(
     COMMIT: tl.constexpr,
     STATE_IS_KV: tl.constexpr,
     IS_EARLY: tl.constexpr,
-    IN_ORDER: tl.constexpr,
 ):
     """One (row, value head, V block). `decay` given: Lightning; otherwise KDA."""
     if IS_EARLY:
@@ -207,16 +206,11 @@ def decode_kernel(
                 tl.store(p_o + i_t * o_strides[1], tl.zeros(o_v.shape, dtype=o.dtype.element_ty), mask=m_v)
             return
 
-    # IN_ORDER: v, the state, q and k are asked for in this order and before anything is computed. Loads that are volatile keep
-    # their order; others the compiler moves towards their first uses, and a warp then waits for memory two or three times.
-    p_v = v + i_n * v_strides[0] + i_h * v_strides[2] + o_v
-    if T == 1:
-        b_v = tl.load(p_v, mask=m_v, other=0.0, volatile=IN_ORDER)
     # A slot is contiguous, [V, K] or [K, V]; the kept states may lie anyhow.
     o_s = (_down(o_v) + _across(o_k) * V) if STATE_IS_KV else (_down(o_v) * K + _across(o_k))
     pool += i_h * (V * K)
     if kept is None:
-        b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE, IN_ORDER)
+        b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE)
     else:
         if STATE_IS_KV:
             o_kept = _down(o_v) * kept_strides[4] + _across(o_k) * kept_strides[3]
@@ -224,17 +218,17 @@ def decode_kernel(
             o_kept = _down(o_v) * kept_strides[3] + _across(o_k) * kept_strides[4]
         kept += i_n * kept_strides[0] + i_h.to(tl.int64) * kept_strides[2]
         if num_accepted > 0:
-            b_s = _load_tile(kept + tl.cast(num_accepted - 1, tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE, False)
+            b_s = _load_tile(kept + tl.cast(num_accepted - 1, tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE)
         else:
-            b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE, False)
+            b_s = _load_tile(pool + slot * slot_stride + o_s, m_s, IS_WHOLE)
 
     p_q = q + i_n * q_strides[0] + i_qk * q_strides[2] + o_k
     p_k = k + i_n * k_strides[0] + i_qk * k_strides[2] + o_k
+    p_v = v + i_n * v_strides[0] + i_h * v_strides[2] + o_v
     for i_t in range(T):
-        b_q = tl.load(p_q + i_t * q_strides[1], mask=m_k, other=0.0, volatile=IN_ORDER)
-        b_k = tl.load(p_k + i_t * k_strides[1], mask=m_k, other=0.0, volatile=IN_ORDER)
-        if T > 1:
-            b_v = tl.load(p_v + i_t * v_strides[1], mask=m_v, other=0.0)
+        b_q = tl.load(p_q + i_t * q_strides[1], mask=m_k, other=0.0)
+        b_k = tl.load(p_k + i_t * k_strides[1], mask=m_k, other=0.0)
+        b_v = tl.load(p_v + i_t * v_strides[1], mask=m_v, other=0.0)
         if decay is not None:
             b_decay = tl.load(decay + i_h * decay_stride)
         else:
@@ -290,18 +284,15 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     """BV and num_warps. A tile of one warp needs no barrier for its sums over K.
 
     H200, K = V = 128, H = 32, us at N = 1 / 64 / 256. KDA: 16 rows and 1 warp 3.2 / 69 / 267, 8 and 1 3.4 / 70 / 270,
-    32 and 4 3.8 / 78 / 295. Lightning: 8 and 1 2.8 / 69 / 268, 16 and 1 3.0 / 69 / 268, 32 and 4 3.3 / 72 / 274; on bfloat16
-    states 8 and 1 2.2 / 38.1 / 143, 16 and 1 2.6 / 37.3 / 141.
+    32 and 4 3.8 / 78 / 295. Lightning: 8 and 1 2.8 / 69 / 268, 16 and 1 3.0 / 69 / 268, 32 and 4 3.3 / 72 / 274.
     In the layout [K, V] a row of the tile is a column of BV channels, and more of them ask less of the memory: 64 and 4
     3.4 / 71 / 271, 32 and 1 3.2 / 75 / 289. All with the tile uncut, which several tokens a row in the layout [V, K] do
     not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code). Taken during development.
     """
-    has_many_states = problem.N * problem.HV >= MANY_STATES
     if problem.options.state_is_kv:
-        BV, num_warps = (64, 4) if has_many_states else (32, 1)
+        BV, num_warps = (64, 4) if problem.N * problem.HV >= MANY_STATES else (32, 1)
     else:
-        is_large = problem.options.is_kda or (has_many_states and problem.pool_dtype == torch.bfloat16)
-        BV, num_warps = max((2048 if is_large else 1024) // BK, 4), 1
+        BV, num_warps = max((2048 if problem.options.is_kda else 1024) // BK, 4), 1
     return min(BV, 1 << (problem.V - 1).bit_length()), num_warps
 
 
@@ -321,9 +312,6 @@ def _arguments(
     # Programmatic dependent launch: blocks may come to the multiprocessors while the kernel in front, whichever it is, still runs
     # there, and wait for its end before they read anything.
     is_early = problem.sm is not None and problem.sm >= (9, 0)
-    # H200, H = 32, us at N = 64 / 256, during development: KDA on bfloat16 states 37.2 / 140.2, otherwise 37.8 / 143.4; on
-    # float32 states, and Lightning on either, 1 % slower in order.
-    is_in_order = T == 1 and options.is_kda and problem.pool_dtype == torch.bfloat16 and x.intermediate_states is None
     BK = 1 << (problem.K - 1).bit_length()
     BV, num_warps = _tiles(problem, BK)
     grid = problem.N * problem.HV * -(-problem.V // BV)
@@ -367,7 +355,6 @@ def _arguments(
         COMMIT=options.commit,
         STATE_IS_KV=options.state_is_kv,
         IS_EARLY=is_early,
-        IN_ORDER=is_in_order,
     )
     assert list(constants) == decode_kernel.arg_names[-len(constants) :]
     launch = {"num_warps": num_warps} | ({"launch_pdl": True} if is_early else {})

@@ -9,6 +9,8 @@ import pytest
 from cula.ops.cute import build
 from cula.ops.cute.variants import MODULES
 from tests.support.ptx import BLACKWELL_KDA, compile_all, compiled
+from tests.support.ptx.simulate import text_folder
+from tests.support.scoreboards import NONE, Instruction, instructions, work_before
 
 MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536
@@ -70,8 +72,8 @@ def accesses_before_waiting(ptx: str) -> list[str]:
 
 
 @needs_dsl
-@pytest.mark.parametrize("name", ["decode_4_f32", "decode_8_bf16_lightning", "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16",
-                                  "lightning_d128_fp32", "lightning_ends_d64_bf16"])  # fmt: skip
+@pytest.mark.parametrize("name", ["decode_1_bf16", "decode_4_f32", "decode_8_bf16_lightning", "fused_kda_f16_gate_bf16",
+                                  "kda_f16_gate_bf16", "lightning_d128_fp32", "lightning_ends_d64_bf16"])  # fmt: skip
 def test_kernels_wait_before_they_touch_memory(name):
     """They may be launched while the one in front still runs."""
     first, *others = re.split(r"(?=\.entry\b)", compiled(name, "sm_90a").ptx)[1:]
@@ -79,6 +81,24 @@ def test_kernels_wait_before_they_touch_memory(name):
     # The walk of KDA reads where sequences begin: who wrote that has ended, for the kernel in front has waited before it let the
     # walk start.
     assert all(set(accesses_before_waiting(other)) <= {"ld.global.b32"} for other in others)
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", [f"decode_{kind}" for kind in ("1_bf16", "2_bf16", "4_bf16", "8_bf16", "2_f32", "4_f32")])
+def test_decode_prepares_while_the_state_is_on_its_way(name):
+    """Norms and decays of one token; of several all up to the barrier. That PTX has the loads first is not enough."""
+    compiled(name, "sm_90a")
+    before = work_before(instructions(text_folder("sm_90a") / f"{name}.cubin"), r"LDG\.E\.128")
+    enough = "MUFU.LG2" if "_1_" in name else "BAR.SYNC"
+    assert any(enough in x.text for x in before), f"waits for the state after {len(before)} instructions"
+
+
+def test_shared_scoreboards_are_noticed():
+    load = lambda at, takes: Instruction(f"LDG.E.128 R4, desc[UR4][R8.64+{at}]", takes, frozenset())
+    use = Instruction("FMUL R0, R1, R2", NONE, frozenset({5}))
+    code = [load("0x0", 5), load("0x200", 5), Instruction("BAR.SYNC 0x0", NONE, frozenset({3})), use]
+    assert work_before(code, r"LDG\.E\.128") == code[2:3]
+    assert work_before([*code[:2], use, *code[2:]], r"LDG\.E\.128") == []
 
 
 @needs_dsl

@@ -57,6 +57,16 @@ class Case:
 
 # Between them they take every kernel and flag.
 CASES = [
+    Case(T=1, pool=BF16),
+    Case(T=1, pool=BF16, HV=2, H=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, beta="negative", layout="packed"),
+    Case(T=1, pool=BF16, gate="log", forgets=True, norm=False, beta="plain", rows=None),
+    Case(T=1, pool=BF16, gate="log", decay=50.0, g=F32, rows=(0, 3, -1), null_is_nonpositive=True, HV=2),
+    Case(T=1, pool=BF16, has_parameters=False, commit=False),
+    Case(T=1, pool=BF16, HV=2, layout="odd"),
+    Case(T=1, pool=BF16, mode="lightning", norm=False, rows=(3, -1, 1), HV=2, H=2),
+    Case(T=1, pool=BF16, mode="lightning", HV=2, layout="packed", index=torch.int64),
+    Case(T=1, pool=BF16, mode="lightning", commit=False, rows=(0, 3), null_is_nonpositive=True),
+    Case(T=1, pool=BF16, mode="lightning", norm=False, forgets=True, rows=None, HV=2),
     Case(),
     Case(pool=BF16),
     Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, is_wide=True),
@@ -127,6 +137,8 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
     g = g.masked_fill(g < -0.8 * case.decay, -torch.inf) if case.forgets else g
     beta = normal(N, T, HV).sigmoid() if case.beta == "plain" else normal(N, T, HV)
     decay = torch.full((HV,), torch.inf) if case.forgets else 0.3 * case.decay * torch.rand(HV, generator=random)
+    bias = normal(HV, *per_channel)
+    bias = torch.cat([bias, bias], -1)[..., 1 : 1 + bias.shape[-1]] if case.layout == "odd" else bias
     has_A, has_bias = is_kda and case.gate != "log" and case.has_parameters, is_kda and case.gate != "log"
     x = DecodeInputs(
         q,
@@ -137,7 +149,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
         g=g.to(case.g).to(device) if is_kda else None,
         beta=beta.to(case.beta_dtype).to(device) if is_kda else None,
         A_log=(torch.rand(HV, generator=random) - 0.5).to(device) if has_A else None,
-        dt_bias=normal(HV, *per_channel).to(device) if has_bias and case.has_parameters else None,
+        dt_bias=bias.to(device) if has_bias and case.has_parameters else None,
         decay=None if is_kda else decay.to(device),
         out=out,
     )
@@ -306,6 +318,8 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
         (Case(pool=BF16), "state", 4, False),
         (Case(), "state_indices", 1, True),
         (Case(), "dt_bias", 1, True),
+        (Case(T=1, pool=BF16), "dt_bias", 1, False),
+        (Case(T=1, pool=BF16), "v", 4, True),
     ],
     ids=str,
 )
@@ -330,7 +344,9 @@ def test_some_calls_have_no_plan(launched):
     [
         ({}, None),
         ({"T": 8, "pool_dtype": BF16}, None),
+        ({"T": 1, "pool_dtype": BF16}, None),
         ({"T": 1}, "with one, Triton's kernel runs at the memory's speed"),
+        ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, "takes one gate a channel where a row has one token"),
         ({"K": 64, "V": 64}, "takes K = V = 128, and this call has K = 64, V = 64"),
         ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two to eight tokens a row on a pool of states: KDA and Lightning decode, one launch. K = V = 128, bf16 tokens.
+"""One to eight tokens a row on a pool of states: KDA and Lightning decode, one launch. K = V = 128, bf16 tokens.
+
+This file has the frame of all kernels. A single token is in `decode_one.py`, Lightning in `decode_lightning.py`; what follows is
+several tokens of KDA.
 
 All tokens of a row meet its state S0 [V, K] at once. With log decays summed from the first token (G_t, G_T over all T), write
 strengths b and the scale inside q:
@@ -10,7 +13,7 @@ strengths b and the scale inside q:
     S_T = e^{G_T} S0 + sum_i u_i (k_i e^{G_T - G_i})
 
 Decays are products of factors e^g in [0, 1], so any gate will do. Lightning has u = v and one decay a head, so neither R nor A
-nor a recurrence; its kernels share this file's frame, and `decode_lightning.py` has the rest of them. What follows is KDA's.
+nor a recurrence.
 
 A block has four warps. Its part of the state is on its way to registers while the block prepares what has no state in it, with
 one barrier in the end (`decode_tokens.py`). Keys and queries are raw there: their norms, b and the scale are factors of what has
@@ -40,14 +43,13 @@ from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.decode_flags import INDEX_IS_I64, TOKENS, ZERO_IS_NULL
 from cula.ops.cute.common.tiles import F32, I32
-from cula.ops.cute.sm90 import decode_lightning, decode_tokens
-from cula.ops.cute.sm90.decode_common import WARPS, D, number_at, select
+from cula.ops.cute.sm90 import decode_lightning, decode_one, decode_tokens
+from cula.ops.cute.sm90.decode_common import D, number_at, select
 from cula.ops.cute.sm90.decode_lightning import LightningFma, LightningMma
+from cula.ops.cute.sm90.decode_one import RowsOne
 from cula.ops.cute.sm90.decode_rows_fma import RowsFma
 from cula.ops.cute.sm90.decode_rows_mma import RowsMma
 from cula.ops.cute.variants import Variant
-
-BLOCKS = 4  # on a multiprocessor at least, and so 128 registers: 8 rows of 32 heads, 512 blocks, are there at once
 
 
 @cute.kernel
@@ -68,27 +70,33 @@ def decode_kernel(
     block, hv, n = cute.arch.block_idx()
     tid, _, _ = cute.arch.thread_idx()
     wid, lane = tid // 32, tid % 32
-    of_tokens = decode_tokens if rows.is_kda else decode_lightning
-    warp_row = (block * WARPS + wid) * rows.warp_rows
+    of_tokens = decode_one if rows.T == 1 else decode_tokens if rows.is_kda else decode_lightning
+    warp_row = (block * rows.warps + wid) * rows.warp_rows
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
 
-    # The slot first, then all that does not depend on it.
+    # The slot first, and while it is on its way what does not depend on it: of KDA's tokens the addresses. They are loaded behind
+    # the state. A load that has not come yet holds one of a warp's six scoreboards. Those that are used behind a branch (and the
+    # slot may be none) share one, so that nobody could use a token before the state is there, and preparing would not fill the
+    # wait for it.
     size = select((flags & INDEX_IS_I64) != 0, I32(8), I32(4))
     at = indices + Int64(n) * index_stride * size
     slot, sign = number_at(I32, at, 0), number_at(I32, at + (size - 4), 0)  # the upper half, or again the slot
     h = I32((Int64(hv) * per_group) >> 30)
-    raw = of_tokens.load_tokens(rows, addresses, row_strides, strides, tokens, flags, (n, hv, h, warp_row, wid, lane))
+    found = of_tokens.before_the_slot(rows, addresses, row_strides, strides, tokens, flags, (n, hv, h, warp_row, wid, lane))
     zero_is_null = (flags & ZERO_IS_NULL) != 0
     is_null = indices != q and (sign < 0 or (zero_is_null and slot == 0))
     to = o + (Int64(n) * o_row + hv * o_head + warp_row + rows.first_row(lane)) * 2
     # A branch would take an object whose method it calls for something that it changes.
-    write_zeros, load_state, prepare, decode_rows = rows.write_zeros, rows.load_state, of_tokens.prepare, rows.decode_rows
+    write_zeros, load_state, decode_rows = rows.write_zeros, rows.load_state, rows.decode_rows
+    behind_the_state, prepare = of_tokens.behind_the_state, of_tokens.prepare
     if is_null:
         write_zeros(to, o_token, tokens, lane)
     else:
         slot = select(indices != q, slot, n)
         state = pool + (Int64(slot) * slot_stride + (hv * D + warp_row) * D) * (rows.dtype.width // 8)
         stored = load_state(state, lane)  # on its way while the block prepares what has no state in it
+        raw = behind_the_state(rows, found, strides, tokens, flags, wid, lane)
+        cute.arch.sync_warp()  # the compiler moves no load past this, as it would past branches
         tables = allocate(rows.tables)
         ready = prepare(rows, addresses, raw, factors, tokens, flags, wid, lane, tables)
         decode_rows(stored, state, ready, tables, tokens, flags, lane, to, o_token)
@@ -172,9 +180,9 @@ def decode_host(
         flags,
         rows,
     ).launch(
-        grid=(D // rows.warp_rows // WARPS, HV, N),
-        block=(32 * WARPS, 1, 1),
-        min_blocks_per_mp=BLOCKS,
+        grid=(D // rows.warp_rows // rows.warps, HV, N),
+        block=(32 * rows.warps, 1, 1),
+        min_blocks_per_mp=rows.blocks,
         preferred_smem_carveout=28,  # percent, 64 KB: as many blocks as registers let in, and the rest is L1
         use_pdl=True,
         stream=stream,
@@ -182,8 +190,10 @@ def decode_host(
 
 
 def variants() -> Iterator[Variant]:
-    """`decode_<tokens>_<states>`, with 16 lanes a row `decode_<tokens>_f32_wide`, and of Lightning the same with `_lightning`,
-    where one kernel with states in bfloat16 is for all numbers of tokens."""
+    """`decode_<tokens>_<states>`, with 16 lanes a row `decode_<tokens>_f32_wide`, of Lightning the same with `_lightning`. One
+    token has states in bfloat16 alone; several of Lightning on those have one kernel for all numbers of tokens."""
+    yield _variant("decode_1_bf16", RowsOne(is_kda=True))
+    yield _variant("decode_1_bf16_lightning", RowsOne(is_kda=False))
     for T in TOKENS:
         yield _variant(f"decode_{T}_bf16", RowsMma(T))
         for name, lanes in (("f32", 8), ("f32_wide", 16)):
@@ -196,5 +206,5 @@ def _variant(name: str, rows: Any) -> Variant:
     strides = (*(Int64(8) for _ in range(8)), *(I32(8) for _ in range(16)))
     numbers = (F32(1.0), F32(-5.0), F32(1.0), *(I32(1) for _ in range(5)))
     arguments = (*(Int64(0) for _ in range(11)), *strides, *numbers, make_fake_stream(), rows)
-    uses = () if rows.is_kda and rows.dtype is F32 else ("mma",)
+    uses = () if rows.T == 1 or (rows.is_kda and rows.dtype is F32) else ("mma",)
     return Variant(name, decode_host, arguments, uses=uses)

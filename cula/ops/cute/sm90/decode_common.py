@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.tiles import F32, I32, at_address
+from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
 
 D = 128  # K and V
-WARPS = D // 32  # of a block: while it prepares, a lane has a channel
+WARPS = D // 32  # of a block that has several tokens: while it prepares, a lane has a channel
+BLOCKS = 4  # of those on a multiprocessor at least, and so 128 registers: 8 rows of 32 heads, 512 blocks, are there at once
 
 
 def vector_at(dtype: Any, address: Any, size: int, align: int = 0) -> Any:
@@ -25,6 +26,17 @@ def number_at(dtype: Any, address: Any, position: Any) -> Any:
     at = at_address(dtype, address + Int64(position) * (dtype.width // 8), dtype.width // 8)
     number = cute.arch.load(at, dtype, cop="ca")
     return number if dtype is F32 else number.to(I32)
+
+
+def made_here(address: Any) -> Any:
+    """The address, made where this stands: left alone, the compiler makes it where it is used."""
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
+
+
+def widened_here(half: Any) -> Any:
+    """A bfloat16 number, in the lower half of a word. Of loads whose first use is behind a branch, the compiler waits for all at
+    once, and so for the state's: what is wanted before is used before the branch, by this."""
+    return cute.arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[F32], read_only_args=[half])
 
 
 def four_at(table: Any, position: Any) -> Any:
@@ -53,12 +65,16 @@ def always_there(t: int, T: int) -> bool:
 # What is loaded stays as it is until all loads are on their way: to widen a number is to wait for it.
 
 
-def load_halves(address: Any, place: Any, places: list, is_f32: Any) -> list[tuple[Any, Any]]:
-    """Numbers in float32 or bfloat16, at some places behind a place: their upper 16 bits, and the lower ones of a float32."""
+def size_of(flags: Any, is_f32: int) -> Any:
+    """Bytes of a number that is in float32 or bfloat16."""
+    return select((flags & is_f32) != 0, I32(4), I32(2))
+
+
+def load_halves(address: Any, positions: list, is_f32: Any) -> list[tuple[Any, Any]]:
+    """Numbers in float32 or bfloat16, at some positions from an address: their upper 16 bits, and the lower ones of a float32."""
     size = select(is_f32, I32(4), I32(2))
-    at = address + place * size
-    upper = at + (size - 2)
-    return [tuple(number_at(cutlass.Uint16, half + Int64(p * size), 0) for half in (upper, at)) for p in places]
+    upper = address + (size - 2)
+    return [tuple(number_at(cutlass.Uint16, half + Int64(p * size), 0) for half in (upper, address)) for p in positions]
 
 
 @cute.jit
@@ -81,3 +97,12 @@ def widened(words: cute.Tensor, count: cutlass.Constexpr):
         word = words[e // 2]
         bits[e] = word << 16 if cutlass.const_expr(e % 2 == 0) else word & I32(-65536)
     return out
+
+
+@cute.jit
+def packed(x: F32, y: F32):
+    """Two numbers rounded to bfloat16, x in the lower half of a word."""
+    pair, word = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), BF16)
+    pair[0], pair[1] = x, y
+    word.store(pair.load().to(BF16))
+    return cute.recast_tensor(word, I32)[0]

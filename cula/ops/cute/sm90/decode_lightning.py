@@ -37,9 +37,20 @@ from cutlass.cute.nvgpu import warp
 from cula.ops.cute.common.decode_flags import COMMIT, USE_NORM
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, LOG2E
-from cula.ops.cute.sm90.decode_common import WARPS, D, always_there, four_at, number_at, read_four, select, vector_at, widened
+from cula.ops.cute.sm90.decode_common import (
+    WARPS,
+    D,
+    always_there,
+    four_at,
+    number_at,
+    packed,
+    read_four,
+    select,
+    vector_at,
+    widened,
+)
 from cula.ops.cute.sm90.decode_rows_fma import LINE, ROWS, RowsFma
-from cula.ops.cute.sm90.decode_rows_mma import LANES, LOADS, STEPS, RowsMma, multiply, packed, split, state_at
+from cula.ops.cute.sm90.decode_rows_mma import LANES, LOADS, STEPS, RowsMma, multiply, split, state_at
 from cula.ops.cute.sm90.decode_tokens import sum_of_warps
 
 FASTEST = 1000.0  # of decays, log2: as good as infinite, and 0 times it is 0
@@ -57,14 +68,19 @@ class Places(NamedTuple):
     v_token: Any
 
 
-def load_tokens(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> tuple:
-    """What `rows` wants of q, k and v, as it comes, and -log of the decay a token."""
+def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> tuple:
+    """What `rows` wants of q, k and v, as it comes, and -log of the decay a token. With as little to prepare as here, it is
+    better to have them early than to have them apart from the state."""
     n, hv, h, warp_row, wid, lane = place
     (q_token, q_head), (k_token, k_head), (v_token, v_head) = strides[:3]
     of_head = (h * q_head, h * k_head, hv * v_head + warp_row)
     firsts = (first + (Int64(n) * row + head) * 2 for first, row, head in zip(addresses, row_strides, of_head))
     raw = rows.load_tokens(Places(*firsts, q_token, k_token, v_token), tokens, wid, lane)
     return raw, number_at(F32, addresses[7], hv * strides[6])
+
+
+def behind_the_state(rows: Any, found: tuple, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> tuple:
+    return found
 
 
 def prepare(

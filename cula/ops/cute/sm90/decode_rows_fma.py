@@ -25,7 +25,7 @@ from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import WARPS, D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, read_four, vector_at, widened
 from cula.ops.cute.sm90.decode_tokens import mixing
 
 ROWS = 4  # of a lane
@@ -42,6 +42,7 @@ class RowsFma:
 
     dtype = F32  # of the states
     is_kda = True
+    warps, blocks = WARPS, BLOCKS
 
     @property
     def tables(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import warp
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import WARPS, D, read_four, vector_at, widened
+from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, packed, read_four, vector_at, widened
 from cula.ops.cute.sm90.decode_tokens import mixing
 
 LANES = 4  # of a row
@@ -56,6 +56,7 @@ class RowsMma:
 
     dtype = BF16  # of the states
     is_kda = True
+    warps, blocks = WARPS, BLOCKS
     warp_rows = 16
 
     @property
@@ -256,15 +257,6 @@ def split(x: cute.Tensor):
     for e in cutlass.range_constexpr(cute.size(x)):
         low[e] = x[e] - high[e]
     return high, low
-
-
-@cute.jit
-def packed(x: F32, y: F32):
-    """Two numbers rounded to bfloat16, x in the lower half of a word."""
-    pair, word = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), BF16)
-    pair[0], pair[1] = x, y
-    word.store(pair.load().to(BF16))
-    return cute.recast_tensor(word, I32)[0]
 
 
 def words_at(table: Any, position: Any, count: int) -> Any:

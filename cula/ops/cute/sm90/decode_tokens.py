@@ -19,7 +19,19 @@ from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_SCALAR, IS_SOFTPLUS, USE_NORM
 from cula.ops.cute.common.tiles import F32, I32, LOG2E
-from cula.ops.cute.sm90.decode_common import WARPS, D, always_there, load_halves, number_at, number_of, read_four, select
+from cula.ops.cute.sm90.decode_common import (
+    WARPS,
+    D,
+    always_there,
+    load_halves,
+    made_here,
+    number_at,
+    number_of,
+    read_four,
+    select,
+    size_of,
+    widened_here,
+)
 
 # Activation
 
@@ -29,14 +41,10 @@ def sigmoid(x: Any) -> Any:
 
 
 @cute.jit
-def decays(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flags: I32):
-    """e^g of the tokens at a channel, where g is a log decay, -exp(A) softplus(x + bias) or lower sigmoid(exp(A) (x + bias))."""
-    T = len(of_g)
-    A, bias = of_gate
-    x = cute.make_rmem_tensor((T,), F32)
+def decays(x: cute.Tensor, A: F32, lower: F32, flags: I32):
+    """e^g, where g is x itself, -exp(A) softplus(x) or lower sigmoid(exp(A) x); the bias is in x, which is overwritten."""
+    T = cute.size(x)
     slope = cute.math.exp2(A * F32(LOG2E), fastmath=True)
-    for t in cutlass.range_constexpr(T):
-        x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
     if (flags & IS_BOUNDED) != 0:
         for t in cutlass.range_constexpr(T):
             x[t] = cute.math.exp2(x[t] * (slope * F32(-LOG2E)), fastmath=True)
@@ -56,8 +64,30 @@ def decays(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flag
     return x
 
 
+@cute.jit
+def decays_of(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flags: I32):
+    """Of the tokens at a channel."""
+    A, bias = of_gate
+    x = cute.make_rmem_tensor((len(of_g),), F32)
+    for t in cutlass.range_constexpr(len(of_g)):
+        x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
+    return decays(x, A, lower, flags)
+
+
 # Tokens. Loads have no branches between them: a wait at the first would be in the way of the next. What is not there is read
 # from elsewhere, and not used.
+
+
+class Places(NamedTuple):
+    """Addresses of the first token's: those of a lane's channel, v of its rows."""
+
+    k: Any
+    q: Any
+    g: Any
+    A: Any
+    bias: Any
+    v: Any
+    b: Any
 
 
 class Tokens(NamedTuple):
@@ -72,28 +102,37 @@ class Tokens(NamedTuple):
     gate: Any  # its two parameters
 
 
-def load_tokens(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Tokens:
+def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Places:
     n, hv, h, warp_row, wid, lane = place
-    T, channel = rows.T, wid * 32 + lane
     q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
     q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
-    (q_token, q_head), (k_token, k_head), (v_token, v_head), _, (g_token, g_head), of_beta, A_head, bias = strides
-    token = rows.token_of_v(lane)
+    (_, q_head), (_, k_head), (_, v_head), _, (_, g_head), (_, beta_head), A_head, bias = strides
+    channel = wid * 32 + lane
+    of_channel = select((flags & IS_SCALAR) != 0, I32(0), channel)
+    at = Places(
+        k + (Int64(n) * k_row + h * k_head + channel) * 2,
+        q + (Int64(n) * q_row + h * q_head + channel) * 2,
+        g + (Int64(n) * g_row + hv * g_head + of_channel) * size_of(flags, G_IS_F32),
+        A + Int64(hv * A_head) * 4,
+        dt_bias + Int64(hv * bias[0] + channel * bias[1]) * 4,
+        v + (Int64(n) * v_row + hv * v_head + warp_row + rows.first_row(lane)) * 2,
+        beta + (Int64(n) * beta_row + hv * beta_head) * size_of(flags, BETA_IS_F32),
+    )
+    return Places(*map(made_here, at))
+
+
+def behind_the_state(rows: Any, at: Places, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> Tokens:
+    T, token = rows.T, rows.token_of_v(lane)
+    (q_token, _), (k_token, _), (v_token, _), _, (g_token, _), (beta_token, _), _, _ = strides
     is_there = token < tokens
     token = select(is_there, token, I32(0))
-    values = rows.load_values(v + (Int64(n) * v_row + token * v_token + hv * v_head + warp_row + rows.first_row(lane)) * 2)
-    of_b = load_strength(beta, beta_row, of_beta, flags, n, hv, token)
-    at = [I32(t) if always_there(t, T) else select(tokens > t, I32(t), tokens - 1) for t in range(T)]
-    of_k, of_q = [
-        [number_at(cutlass.Uint16, first, t * token) for t in at]
-        for first, token in (
-            (k + (Int64(n) * k_row + h * k_head + channel) * 2, k_token),
-            (q + (Int64(n) * q_row + h * q_head + channel) * 2, q_token),
-        )
-    ]
-    of_channel = select((flags & IS_SCALAR) != 0, I32(0), channel)
-    of_g = load_halves(g, Int64(n) * g_row + hv * g_head + of_channel, [t * g_token for t in at], (flags & G_IS_F32) != 0)
-    of_gate = number_at(F32, A, hv * A_head), number_at(F32, dt_bias, hv * bias[0] + channel * bias[1])
+    of_each = [I32(t) if always_there(t, T) else select(tokens > t, I32(t), tokens - 1) for t in range(T)]
+    of_k = [number_at(cutlass.Uint16, at.k, t * k_token) for t in of_each]
+    of_q = [number_at(cutlass.Uint16, at.q, t * q_token) for t in of_each]
+    of_g = load_halves(at.g, [t * g_token for t in of_each], (flags & G_IS_F32) != 0)
+    of_gate = number_at(F32, at.A, 0), number_at(F32, at.bias, 0)
+    values = rows.load_values(at.v + Int64(token * v_token) * 2)
+    of_b = load_halves(at.b, [token * beta_token], (flags & BETA_IS_F32) != 0)[0]
     return Tokens(values, of_b, is_there, of_k, of_q, of_g, of_gate)
 
 
@@ -103,17 +142,10 @@ def gate_parameters(addresses: Any, of_gate: Any) -> Any:
     return select(q != A, of_gate[0], F32(0.0)), select(q != bias, of_gate[1], F32(0.0))
 
 
-def load_strength(address: Any, row: Any, strides: Any, flags: Any, n: Any, hv: Any, token: Any) -> Any:
-    """beta of a token, as it comes."""
-    place = Int64(n) * row + hv * strides[1]
-    return load_halves(address, place, [token * strides[0]], (flags & BETA_IS_F32) != 0)[0]
-
-
-def strength(of_b: Any, beta_top: Any, flags: Any, is_there: Any) -> Any:
-    """b of a token; 0 of one that is not there."""
+def strength(of_b: Any, beta_top: Any, flags: Any) -> Any:
+    """b of a token."""
     b = number_of(of_b, (flags & BETA_IS_F32) != 0)
-    b = select(beta_top > F32(0.0), beta_top * sigmoid(b), b)
-    return select(is_there, b, F32(0.0))
+    return select(beta_top > F32(0.0), beta_top * sigmoid(b), b)
 
 
 # Sums over channels: k_t . (e^{G_t - G_i} k_i) is number t T + i, q_t . (e^{G_t - G_i} k_i) number (T + t) T + i, i <= t. So the
@@ -137,9 +169,9 @@ def products(t: int, k: list, q: list, keys: list) -> tuple[list, list]:
     return of_k, of_q
 
 
-def sum_of_each(values: list, lane: Any) -> tuple[Any, Any]:
-    """Sums over a warp of up to 32 values, by halves: a lane sends half of them and keeps the other. The sum that it has in the
-    end, and which that is. None is a value that nobody wants."""
+def sum_of_each(values: list, lane: Any, lanes: int = 32) -> tuple[Any, Any]:
+    """Sums over a warp, or each half of it, of as many values or fewer, by halves: a lane sends half of them and keeps the other.
+    The sum that it has in the end, and which that is. None is a value that nobody wants."""
     half, step, which = len(values) // 2, 1, I32(0)
     while half > 0:
         is_upper = (lane & step) != 0
@@ -147,7 +179,7 @@ def sum_of_each(values: list, lane: Any) -> tuple[Any, Any]:
         values = [_halved(x, y, is_upper, step) for x, y in zip(values[:half], values[half:])]
         half, step = half // 2, step * 2
     total = values[0]
-    while step < 32:
+    while step < lanes:
         total, step = total + cute.arch.shuffle_sync_bfly(total, offset=step), step * 2
     return total, which
 
@@ -167,10 +199,10 @@ def prepare(
     """Fill the tables, vectors as `rows` wants them; ends with the block's one barrier. Returns v, b and the scale."""
     T, channel, (_, writes, mix) = rows.T, wid * 32 + lane, tables
     scale, lower, beta_top = factors
-    b = strength(raw.b, beta_top, flags, raw.is_there)
-    decay = decays(raw.g, gate_parameters(addresses, raw.gate), lower, flags)
+    k, q = [[widened_here(x) for x in halves] for halves in (raw.k, raw.q)]
+    b = select(raw.is_there, strength(raw.b, beta_top, flags), F32(0.0))
+    decay = decays_of(raw.g, gate_parameters(addresses, raw.gate), lower, flags)
     decay = [decay[t] if always_there(t, T) else select(tokens > t, decay[t], F32(1.0)) for t in range(T)]
-    k, q = [[number_of((x, x), False) for x in words] for words in (raw.k, raw.q)]
     since_start, keys, of_keys, of_queries = None, [], [], []  # e^{G_t}; k_i e^{G_t - G_i}; what is to be summed
     for t in range(T):
         since_start = decay[t] if t == 0 else since_start * decay[t]

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of one token on states in bfloat16, KDA and Lightning: a warp, 16 rows of a state, nothing shared.
+
+    KDA        u = b (v - S0 . (k e^g))     o = S0 . (q e^g) + u (k . q)     S = e^g S0 + u k
+    Lightning  u = v                        o = d S0 . q + u (k . q)         S = d S0 + u k
+
+The states' bytes are all the time there is, so what counts is how they are asked for, and that nothing is in the way:
+
+* Rows are read whole, 16 lanes a row: a load of a warp is two rows, 512 bytes next to each other. With 4 lanes a row, as tensor
+  cores want their factors, the same bytes take a tenth longer.
+* A block is a warp, so no warp waits for another, and 20 blocks fit: 96 registers. The state stays in 16 bits and is widened
+  twice, for the sums and for the update.
+* 16 sums (S0 . k and S0 . q of a lane's 8 rows, of Lightning 8) are halved among 16 lanes: 15 shuffles, not 64. Then a lane has
+  one sum, of row 2 i + lane / 16 with i as `sum_of_each` orders them.
+* A lane has 8 channels, which lane ^ 16 has too: each makes the decays of 4 and hands them over.
+
+Times beside Triton's kernel, which keeps float32 states: `docs/decode.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from cula.ops.cute.common.decode_flags import BETA_IS_F32, COMMIT, G_IS_F32, USE_NORM
+from cula.ops.cute.common.fragments import flat
+from cula.ops.cute.common.tiles import BF16, F32, I32, LOG2E, at_address
+from cula.ops.cute.sm90.decode_common import (
+    D,
+    load_halves,
+    made_here,
+    number_at,
+    number_of,
+    packed,
+    select,
+    size_of,
+    vector_at,
+    widened,
+)
+from cula.ops.cute.sm90.decode_tokens import decays, gate_parameters, strength, sum_of_each
+
+LANES = 16  # of a row
+CHANNELS = D // LANES  # of a lane
+LOADS = 8  # of 16 bytes: rows of a lane, two apart
+SAME_ROW = (32 - LANES) << 8 | 31  # a shuffle's segments
+
+
+class Token(NamedTuple):
+    """Where it is, then what is there; words of numbers that lie next to each other."""
+
+    k: Any  # of a lane's channels
+    q: Any
+    v: Any  # of the row whose sums the lane gets
+    A: Any  # A_log; of Lightning -log d
+    g: Any = None  # KDA: of four channels
+    bias: Any = None  # likewise
+    b: Any = None
+
+
+@dataclass(frozen=True)
+class RowsOne:
+    """What one token does to the rows of a warp."""
+
+    is_kda: bool
+
+    T = 1
+    dtype = BF16  # of the states
+    warps = 1
+    warp_rows = 2 * LOADS
+    blocks = 20
+    tables = ()
+
+    def number_of_sum(self, lane: Any) -> Any:
+        """Which of its 8 rows a lane has the sums of, as `sum_of_each` leaves them; of KDA's, lane ^ 1 has the other kind."""
+        bits = [lane >> (n + self.is_kda) & 1 for n in range(3)]
+        return bits[0] * 4 + bits[1] * 2 + bits[2]
+
+    def lane_of_sum(self, i: int) -> int:
+        """A lane that has it, among the 16."""
+        return (i >> 2 & 1 | i & 2 | (i & 1) << 2) << self.is_kda
+
+    def first_row(self, lane: Any) -> Any:
+        """The row that a lane reads v and writes o of, among its warp's."""
+        return 2 * self.number_of_sum(lane) + lane // LANES
+
+    def writes_output(self, lane: Any) -> Any:
+        """Two lanes have the row."""
+        return lane & (1 if self.is_kda else LANES // 2) == 0
+
+    @cute.jit
+    def load_state(self, state: Int64, lane: I32):
+        gS = state_at(state, lane)
+        stored = cute.make_rmem_tensor(gS.shape, I32)
+        cute.autovec_copy(gS, stored)
+        return stored
+
+    @cute.jit
+    def write_zeros(self, to: Int64, o_token: I32, tokens: I32, lane: I32):
+        if self.writes_output(lane):
+            vector_at(BF16, to, 1)[0] = F32(0.0).to(BF16)
+
+    @cute.jit
+    def decode_rows(
+        self,
+        stored: cute.Tensor,
+        state: Int64,
+        ready: cutlass.Constexpr,
+        tables: cutlass.Constexpr,
+        tokens: I32,
+        flags: I32,
+        lane: I32,
+        to: Int64,
+        o_token: I32,
+    ):
+        """`stored` is the lane's part of the state, `to` the address of its row of o."""
+        k, q, kq, v, decay, b = ready
+        vectors = [cute.make_rmem_tensor((CHANNELS,), F32) for _ in range(1 + self.is_kda)]
+        for c in cutlass.range_constexpr(CHANNELS):
+            for vector, x in zip(vectors, (k, q) if self.is_kda else (q,)):
+                vector[c] = x[c] * decay[c]
+        sums = cute.make_rmem_tensor((LOADS, len(vectors)), F32)
+        sums.fill(0.0)
+        for i in cutlass.range_constexpr(LOADS):
+            row = widened(flat(stored, 4 * i, 4), CHANNELS)
+            for c in cutlass.range_constexpr(CHANNELS):
+                for n, vector in enumerate(vectors):
+                    sums[i, n] += row[c] * vector[c]
+        forget_widened(stored)
+        total, _ = sum_of_each([sums[i, n] for n in range(len(vectors)) for i in range(LOADS)], lane, LANES)
+        u, query = v, total
+        if cutlass.const_expr(self.is_kda):
+            other = cute.arch.shuffle_sync_bfly(total, offset=1)
+            is_query = lane % 2 == 1
+            u, query = b * (v - select(is_query, other, total)), select(is_query, total, other)
+        if self.writes_output(lane):
+            vector_at(BF16, to, 1)[0] = (query + u * kq).to(BF16)
+
+        if (flags & COMMIT) != 0:
+            for i in cutlass.range_constexpr(LOADS):
+                of_row = cute.arch.shuffle_sync(u, self.lane_of_sum(i), mask_and_clamp=SAME_ROW)
+                words = flat(stored, 4 * i, 4)
+                row = widened(words, CHANNELS)
+                for c in cutlass.range_constexpr(CHANNELS):
+                    row[c] = row[c] * decay[c] + of_row * k[c]
+                for w in cutlass.range_constexpr(4):
+                    words[w] = packed(row[2 * w], row[2 * w + 1])
+            cute.autovec_copy(stored, state_at(state, lane))
+
+
+# The token
+
+
+def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Token:
+    n, hv, h, warp_row, _, lane = place
+    q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
+    q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
+    (_, q_head), (_, k_head), (_, v_head), _, (_, g_head), (_, beta_head), A_head, bias = strides
+    channel = lane % LANES * CHANNELS
+    at = [
+        k + (Int64(n) * k_row + h * k_head + channel) * 2,
+        q + (Int64(n) * q_row + h * q_head + channel) * 2,
+        v + (Int64(n) * v_row + hv * v_head + warp_row + rows.first_row(lane)) * 2,
+        A + Int64(hv * A_head) * 4,
+    ]
+    if rows.is_kda:
+        own = channel + lane // LANES * 4
+        at += [
+            g + (Int64(n) * g_row + hv * g_head + own) * size_of(flags, G_IS_F32),
+            dt_bias + Int64(hv * bias[0] + own * bias[1]) * 4,
+            beta + (Int64(n) * beta_row + hv * beta_head) * size_of(flags, BETA_IS_F32),
+        ]
+    return Token(*map(made_here, at))
+
+
+def behind_the_state(rows: Any, at: Token, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> Token:
+    token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0), number_at(F32, at.A, 0)]
+    if rows.is_kda:
+        upper = (size_of(flags, G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
+        token.append((load_words(at.g, 2), load_words(at.g + upper, 2)))
+        token.append(load_words(at.bias, 4))
+        token += load_halves(at.b, [I32(0)], (flags & BETA_IS_F32) != 0)
+    return Token(*token)
+
+
+@cute.jit
+def prepare(
+    rows: cutlass.Constexpr,
+    addresses: cutlass.Constexpr,
+    raw: cutlass.Constexpr,
+    factors: cutlass.Constexpr,
+    tokens: I32,
+    flags: I32,
+    wid: I32,
+    lane: I32,
+    tables: cutlass.Constexpr,
+):
+    """k and q with norms and scale, k . q, v, and the decays of a lane's channels; of KDA b."""
+    scale, lower, beta_top = factors
+    k, q = widened(raw.k, CHANNELS), widened(raw.q, CHANNELS)
+    sums = cute.make_rmem_tensor((3,), F32)
+    sums.fill(0.0)
+    for c in cutlass.range_constexpr(CHANNELS):
+        for n, (x, y) in enumerate(((k, q), (k, k), (q, q))):
+            sums[n] += x[c] * y[c]
+    offset = LANES // 2
+    while cutlass.const_expr(offset > 0):
+        for n in cutlass.range_constexpr(3):
+            sums[n] += cute.arch.shuffle_sync_bfly(sums[n], offset=offset)
+        offset //= 2
+    norms = [
+        select((flags & USE_NORM) != 0, cute.math.rsqrt(square + F32(1e-6), fastmath=True), F32(1.0))
+        for square in (sums[1], sums[2])
+    ]
+    for c in cutlass.range_constexpr(CHANNELS):
+        k[c] *= norms[0]
+        q[c] *= norms[1] * scale
+    decay = of_channels(rows, addresses, raw, lower, flags, lane)
+    b = strength(raw.b, beta_top, flags) if cutlass.const_expr(rows.is_kda) else F32(1.0)
+    return k, q, sums[0] * (norms[0] * norms[1] * scale), number_of((raw.v, raw.v), False), decay, b
+
+
+@cute.jit
+def of_channels(rows: cutlass.Constexpr, addresses: cutlass.Constexpr, raw: cutlass.Constexpr, lower: F32, flags: I32, lane: I32):
+    """The decays of a lane's channels."""
+    decay = cute.make_rmem_tensor((CHANNELS,), F32)
+    if cutlass.const_expr(rows.is_kda):
+        low, high = raw.g
+        numbers, bias = cute.make_rmem_tensor((4,), F32), cute.recast_tensor(raw.bias, F32)
+        bits, halves = cute.recast_tensor(numbers, I32), cute.recast_tensor(widened(low, 4), I32)
+        for c in cutlass.range_constexpr(4):
+            bits[c] = select((flags & G_IS_F32) != 0, (low, high)[c // 2][c % 2], halves[c])
+            A, bias_c = gate_parameters(addresses, (raw.A, bias[c]))
+            numbers[c] += bias_c
+        own = decays(numbers, A, lower, flags)
+        is_upper = lane >= LANES
+        for c in cutlass.range_constexpr(4):
+            other = cute.arch.shuffle_sync_bfly(own[c], offset=LANES)
+            decay[c], decay[c + 4] = select(is_upper, other, own[c]), select(is_upper, own[c], other)
+    else:
+        decay.fill(cute.math.exp2(raw.A * F32(-LOG2E), fastmath=True))
+    return decay
+
+
+# Memory
+
+
+@cute.jit
+def load_words(address: Int64, count: cutlass.Constexpr):
+    words = cute.make_rmem_tensor((count,), I32)
+    cute.autovec_copy(vector_at(I32, address, count, 4 * count), words)
+    return words
+
+
+def forget_widened(words: Any) -> None:
+    """To the compiler they are new from here on: it widens them again, where it would keep twice as many registers."""
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[I32], read_only_args=[words[i]])
+
+
+def state_at(state: Any, lane: Any) -> Any:
+    """A lane's part of the pool, [words of 16 bytes, loads]; `state` is where the rows of its warp begin."""
+    return cute.make_tensor(at_address(I32, state + Int64(lane * 16), 16), cute.make_layout((4, LOADS), stride=(1, 2 * D // 2)))
