@@ -55,7 +55,7 @@ def decode(call):
     return lambda q, pool: cula.cula_decode(q, state=pool, **x, **options)
 
 
-# On Hopper: one pass, two kernels, Lightning's one and two; Triton's decode, that of one token on bfloat16 states, and of several.
+# On Hopper: one pass, two kernels, Lightning's one and two; decode by Triton, of one token on bfloat16 states, and of several.
 CALLS = {
     "kda, 64 tokens": (kda, KDA.with_(T=64), None),
     "kda, 1024 tokens": (kda, KDA.with_(T=1024), None),

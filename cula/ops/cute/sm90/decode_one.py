@@ -262,5 +262,5 @@ def forget_widened(words: Any) -> None:
 
 
 def state_at(state: Any, lane: Any) -> Any:
-    """A lane's part of the pool, [words of 16 bytes, loads]; `state` is where the rows of its warp begin."""
-    return cute.make_tensor(at_address(I32, state + Int64(lane * 16), 16), cute.make_layout((4, LOADS), stride=(1, 2 * D // 2)))
+    """A lane's part of the pool, [words of 16 bytes, loads]; `state` is where the warp's rows begin, two of which are D words."""
+    return cute.make_tensor(at_address(I32, state + Int64(lane * 16), 16), cute.make_layout((4, LOADS), stride=(1, D)))
