@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=min(4, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
     )
     parser.add_argument("--no-runtime", action="store_true", help=f"do not copy {loader.RUNTIME} (43 MB)")
-    parser.add_argument("--keep-text", action="store_true", help="leave PTX and host code beside the libraries")
+    parser.add_argument("--keep-text", action="store_true", help="leave PTX, machine code and host code beside the libraries")
     args = parser.parse_args(argv)
     modules = tuple(args.modules) if args.modules else modules_of(args.arch)
     if not modules:

@@ -18,7 +18,7 @@ def test_a_folder_has_libraries_and_a_manifest(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "wgmma:8 tma_load:4" in printed
     assert f"CULA_KERNEL_DIR={tmp_path}" in printed
-    ends = ("host.mlir", "json", "ptx", "so")
+    ends = ("cubin", "host.mlir", "json", "ptx", "so")
     files = [f"{name}.{end}" for name in ("product_nt", "scale") for end in ends]
     assert sorted(p.name for p in (tmp_path / "sm_90a").iterdir()) == sorted([*files, loader.MANIFEST])
     manifest = json.loads((tmp_path / "sm_90a" / loader.MANIFEST).read_text())
