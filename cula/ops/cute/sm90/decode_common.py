@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
 
 D = 128  # K and V
@@ -26,6 +27,15 @@ def number_at(dtype: Any, address: Any, position: Any) -> Any:
     at = at_address(dtype, address + Int64(position) * (dtype.width // 8), dtype.width // 8)
     number = cute.arch.load(at, dtype, cop="ca")
     return number if dtype is F32 else number.to(I32)
+
+
+@cute.jit
+def load_words(address: Int64, size: cutlass.Constexpr, count: cutlass.Constexpr = 1):
+    """`count` vectors of `size` words, 64 bytes apart: [size, count]."""
+    words = cute.make_rmem_tensor((size, count), I32)
+    for i in cutlass.range_constexpr(count):
+        cute.autovec_copy(vector_at(I32, address + 64 * i, size, 4 * size), flat(words, size * i, size))
+    return words
 
 
 def made_here(address: Any) -> Any:

@@ -42,6 +42,7 @@ from cula.ops.cute.sm90.decode_common import (
     D,
     always_there,
     four_at,
+    load_words,
     number_at,
     packed,
     read_four,
@@ -80,6 +81,7 @@ def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, t
 
 
 def behind_the_state(rows: Any, found: tuple, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> tuple:
+    """Nothing more to load."""
     return found
 
 
@@ -104,15 +106,6 @@ def inverse_norm(square: Any) -> Any:
 def there(token: Any, tokens: Any) -> Any:
     """A token, or the last."""
     return select(token < tokens, token, tokens - 1)
-
-
-@cute.jit
-def load_words(address: Int64, size: cutlass.Constexpr, count: cutlass.Constexpr = 1):
-    """`count` vectors of `size` words, 64 bytes apart: [size, count]."""
-    words = cute.make_rmem_tensor((size, count), I32)
-    for i in cutlass.range_constexpr(count):
-        cute.autovec_copy(vector_at(I32, address + 64 * i, size, 4 * size), flat(words, size * i, size))
-    return words
 
 
 @cute.jit

@@ -32,6 +32,7 @@ from cula.ops.cute.common.tiles import BF16, F32, I32, LOG2E, at_address
 from cula.ops.cute.sm90.decode_common import (
     D,
     load_halves,
+    load_words,
     made_here,
     number_at,
     number_of,
@@ -246,13 +247,6 @@ def of_channels(rows: cutlass.Constexpr, addresses: cutlass.Constexpr, raw: cutl
 
 
 # Memory
-
-
-@cute.jit
-def load_words(address: Int64, count: cutlass.Constexpr):
-    words = cute.make_rmem_tensor((count,), I32)
-    cute.autovec_copy(vector_at(I32, address, count, 4 * count), words)
-    return words
 
 
 def forget_widened(words: Any) -> None:
