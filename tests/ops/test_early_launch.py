@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 KDA = KdaCall(dtype=BF16, gate_dtype=BF16, H=2, HV=2, K=128, V=128, gate="bounded", norm=True, beta="sigmoid")
 LIGHTNING = LightningCall(dtype=BF16, H=2, HV=2, K=128, V=128)
+MANY = {"B": 12, "H": 32, "HV": 32}
 ROUNDS = 500  # of reading memory before it writes: some hundred microseconds
 
 
@@ -114,3 +115,37 @@ def test_a_call_sees_what_the_kernel_in_front_wrote(name, how):
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert got[0].any()
+
+
+@pytest.mark.parametrize("late", ["slots", "states"])
+@pytest.mark.parametrize(
+    "call", [KDA.with_(T=1, B=12, H=32, HV=32), replace(LIGHTNING, T=1, B=12, H=32, HV=32)], ids=["kda", "lightning"]
+)
+def test_what_is_asked_for_early_is_a_hint(call, late):
+    """With as many states, Hopper's first blocks have slots fetched before the kernel in front has ended, which then names others
+    or writes them."""
+    x = {n: t for n, t in call.tensors("cuda").items() if n not in ("initial_state", "cu_seqlens")}
+    options = call.switches() if isinstance(call, KdaCall) else {"mode": "lightning"}
+    named = torch.randperm(call.B + 4, device="cuda")[: call.B].int()
+    before = torch.tensor([0, -1, 10**9, *range(call.B - 3)], device="cuda").int()
+    start = torch.randn(call.B + 4, call.HV, call.V, call.K, device="cuda").to(BF16)
+    zero, slots, pool = torch.zeros(1, device="cuda"), named.clone(), start.clone()
+    run = lambda: cula.cula_decode(state=pool, state_indices=slots, **x, **options)[0]
+    source, target = (named, slots) if late == "slots" else (start, pool)
+    write = lambda: write_late[(triton.cdiv(target.numel(), 1024),)](
+        source, target, zero, target.numel(), ROUNDS=ROUNDS, BLOCK=1024
+    )
+    for _ in range(2):  # the second call is by a plan
+        pool.copy_(start)
+        want, after = run().clone(), pool.clone()
+    write()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write()
+        got = run()
+    pool.copy_(start)
+    target.copy_(before if late == "slots" else torch.full_like(start, torch.nan))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    assert torch.equal(pool, after)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cula.contract import DecodeInputs, DecodeProblem
 from cula.ops.cute.common.decode_flags import (
+    ASK_EARLY,
     BETA_IS_F32,
     COMMIT,
     G_IS_F32,
@@ -18,6 +19,7 @@ from cula.ops.cute.common.decode_flags import (
     IS_BOUNDED,
     IS_SCALAR,
     IS_SOFTPLUS,
+    TALL_TOKENS,
     TOKENS,
     USE_NORM,
     ZERO_IS_NULL,
@@ -30,13 +32,18 @@ from cula.ops.native import Address, Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-QK_BYTES = 16  # q and k are read so many at a time
-TOKEN_BYTES = 8  # v and o are read and written so many at a time, and bfloat16 gates
-F32_BYTES = 16  # gates in float32, and states of either kind
+WIDE_BYTES = 16  # q, k, gates a channel and states are read so many at a time
+TOKEN_BYTES = 8  # v and o are read and written so many at a time
 # States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
 # instead of two, for which there are multiprocessors. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
 # 3.13 / 3.55, 3.60 / 3.93, 5.37 / 7.32; N = 2 3.81 / 4.03, 4.52 / 4.63, 7.48 / 7.83; N = 4 4.92 / 5.33, 6.11 / 5.94, 11.8 / 10.3.
 WIDE_STATES = 64
+# States in bfloat16 from which on, and up to which, a warp has 32 rows of one instead of 16: a state then takes one block, which
+# prepares for it once, and blocks are there all at once for four times as many rows. H200, H = 32, us with 32 / 16 rows for four
+# tokens: N = 2 2.68 / 2.38, N = 3 2.88 / 2.95, N = 8 4.89 / 5.03, N = 16 7.63 / 9.19, N = 48 30.4 / 31.1, N = 64 40.9 / 40.7.
+TALL_STATES = range(96, 1025)
+# States in bfloat16 above which the blocks for one token, 8 for each, are not all there at once, 20 on 132 multiprocessors each.
+EARLY_STATES = 330
 
 
 def variant(problem: DecodeProblem) -> str:
@@ -45,8 +52,10 @@ def variant(problem: DecodeProblem) -> str:
     T = p.T
     if T > 1:  # Lightning's in bfloat16 is for all
         T = next(T for T in TOKENS if T >= p.T) if is_kda or is_f32 else TOKENS[-1]
-    wide = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
-    return f"decode_{T}_{SHORT[p.pool_dtype]}{wide}" + ("" if is_kda else "_lightning")
+    shape = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
+    if is_kda and not is_f32 and T in TALL_TOKENS and p.N * p.HV in TALL_STATES:
+        shape = "_tall"
+    return f"decode_{T}_{SHORT[p.pool_dtype]}{shape}" + ("" if is_kda else "_lightning")
 
 
 def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
@@ -60,10 +69,10 @@ def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
     to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
     x = x._replace(
-        q=_aligned(x.q, QK_BYTES),
-        k=_aligned(x.k, QK_BYTES),
+        q=_aligned(x.q, WIDE_BYTES),
+        k=_aligned(x.k, WIDE_BYTES),
         v=_aligned(x.v),
-        g=None if x.g is None else _aligned(x.g),
+        g=None if x.g is None else _aligned(x.g, WIDE_BYTES),
         beta=None if x.beta is None else _aligned(x.beta),
         dt_bias=_aligned(x.dt_bias) if p.T == 1 and x.dt_bias is not None else x.dt_bias,  # read one at a time by the others
     )
@@ -79,19 +88,16 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     are at the same addresses. It makes o and names the pool."""
     p, device = problem, x.q.device
     o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
-    by_four = (x.v, x.g, x.beta, o, x.dt_bias if p.T == 1 else None)
-    if not all(_is_aligned(t, QK_BYTES) for t in (x.q, x.k)) or not all(t is None or _is_aligned(t) for t in by_four):
+    wide, by_four = (x.q, x.k, x.g), (x.v, x.beta, o, x.dt_bias if p.T == 1 else None)
+    if not all(t is None or _is_aligned(t, WIDE_BYTES) for t in wide) or not all(t is None or _is_aligned(t) for t in by_four):
         return None
-    gate_bytes = F32_BYTES if _is_f32(x.g) else TOKEN_BYTES
-    if x.g is None or x.g.dim() == 3:  # one a head, read one at a time
-        gate_bytes = 1
     bytes_of = {
-        "dt_bias": F32_BYTES if p.T == 1 else 1,
-        "q": QK_BYTES,
-        "k": QK_BYTES,
+        "dt_bias": WIDE_BYTES if p.T == 1 else 1,
+        "q": WIDE_BYTES,
+        "k": WIDE_BYTES,
         "v": TOKEN_BYTES,
-        "state": F32_BYTES,
-        "g": gate_bytes,
+        "state": WIDE_BYTES,
+        "g": 1 if x.g is None or x.g.dim() == 3 else WIDE_BYTES,  # one a head is read one at a time
     }
     of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
     launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
@@ -135,6 +141,7 @@ def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float,
         | ZERO_IS_NULL * options.null_is_nonpositive
         | COMMIT * options.commit
         | IS_SCALAR * p.has_scalar_gate
+        | ASK_EARLY * (p.N * p.HV > EARLY_STATES)
     )
     return (
         *(_strides(t)[0] for t in tokens),
@@ -151,6 +158,7 @@ def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float,
         p.HV,
         p.HV // p.H,
         p.T,
+        x.state.shape[0],
         flags,
     )
 

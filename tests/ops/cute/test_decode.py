@@ -6,6 +6,7 @@ slots that no row names: what a kernel reads or writes beside its own shows.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,7 @@ from cula.ops.cute import build, decode, loader, variants
 from cula.reference import relative_error
 from tests.support import ptx
 from tests.support.plans import plan_on_cpu, run_plan, stand_in
+from tests.support.ptx import copies
 
 D, SLOTS = 128, 4
 BF16, F32 = torch.bfloat16, torch.float32
@@ -48,6 +50,7 @@ class Case:
     commit: bool = True
     layout: str = "rows"  # "packed": q, k and v side by side, indices and slots apart; "odd": nothing is aligned
     is_wide: bool = False  # 16 lanes a row of a float32 state, not 8
+    is_tall: bool = False  # 32 rows of a bfloat16 state a warp, not 16
 
     def __str__(self) -> str:
         default = Case()
@@ -69,6 +72,7 @@ CASES = [
     Case(T=1, pool=BF16, mode="lightning", norm=False, forgets=True, rows=None, HV=2),
     Case(),
     Case(pool=BF16),
+    Case(pool=BF16, is_tall=True, has_scalar_gate=True, g=F32),
     Case(HV=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, is_wide=True),
     Case(gate="log", norm=False, beta="plain", g=F32, rows=None, is_wide=True),
     Case(mode="lightning", norm=False, pool=BF16),
@@ -86,6 +90,8 @@ CASES = [
     Case(T=4, gate="log", forgets=True, is_wide=True),
     Case(T=4, pool=BF16, gate="log", forgets=True, g=F32),
     Case(T=4, pool=BF16, gate="softplus", beta="negative"),
+    Case(T=4, pool=BF16, is_tall=True, HV=2, layout="packed"),
+    Case(T=3, pool=BF16, is_tall=True, gate="log", forgets=True, norm=False, beta="plain", g=F32, commit=False),
     Case(T=4, commit=False, has_scalar_gate=True, gate="log", g=F32),
     Case(T=4, mode="lightning", norm=False, decay=0.0, layout="packed", HV=2),
     Case(T=4, mode="lightning", norm=False, decay=1000.0, is_wide=True),
@@ -95,6 +101,7 @@ CASES = [
     Case(T=5, pool=BF16),
     Case(T=7, mode="lightning", norm=True, HV=2, is_wide=True),
     Case(T=8, HV=2, H=2, gate="log", decay=50.0, g=F32),
+    Case(T=8, has_scalar_gate=True, gate="softplus"),
     Case(T=8, is_wide=True),
     Case(T=8, pool=BF16, layout="packed"),
     Case(T=8, mode="lightning"),
@@ -168,8 +175,9 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
 
 
 def kernel_of(case: Case, p: DecodeProblem) -> str:
-    """Its name; such small calls would all take a wide one of float32 states."""
-    return decode.variant(p) if case.is_wide else decode.variant(p).replace("_wide", "")
+    """Its name; such small calls would all take a wide one of float32 states, and none a tall one."""
+    name = decode.variant(p)
+    return name + "_tall" if case.is_tall else name if case.is_wide else name.replace("_wide", "")
 
 
 def wanted(p: DecodeProblem, x: DecodeInputs, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,6 +235,32 @@ def test_interpreted(interpreted, case):
     check(case, "cpu")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.T == 1], ids=str)
+def test_slots_are_asked_for_early(interpreted, monkeypatch, case):
+    """As in calls with many states: what is asked for is memory of the pool."""
+    asked = []
+    monkeypatch.setattr(copies.Copies, "hint", lambda *of, hint=copies.Copies.hint: asked.append(hint(*of)))
+    interpreted(races=True)
+    check(case, "cpu")
+    assert not asked
+    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    check(case, "cpu")
+    p, _ = make(case, "cpu")
+    live = p.N if case.rows is None else sum(slot >= 0 for slot in case.rows)  # slot 0 is one, even if it means none
+    assert len(asked) == live * p.HV * 8
+
+
+@pytest.mark.parametrize(("slot", "is_asked"), [(SLOTS - 1, True), (SLOTS, False), (1_000_000, False), (-1, False)])
+def test_only_slots_of_the_pool_are_asked_for(interpreted, monkeypatch, slot, is_asked):
+    """Whatever is named before the kernel in front has ended; and the result is that of the slots that are named afterwards."""
+    asked = []
+    monkeypatch.setattr(copies.Copies, "hint", lambda *of: asked.append(of))
+    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    interpreted(edit=lambda text: re.sub(r"(ld\.relaxed\.gpu\.global\.b32 (%r\d+), .*;)", rf"\1 mov.b32 \2, {slot};", text))
+    check(Case(T=1, pool=BF16), "cpu")
+    assert bool(asked) == is_asked
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 @pytest.mark.parametrize(
     "case", [Case(is_wide=True), Case(T=4, pool=BF16), Case(T=8), Case(T=4, mode="lightning", is_wide=True)], ids=str
@@ -254,10 +288,11 @@ def test_cases_take_every_variant():
 
 
 @pytest.mark.parametrize("T", [2, 3, 4, 8])
-def test_few_float32_states_take_the_wide_kernel(T):
-    """For N = 1, 8, 64 with 32 heads, as measured."""
+def test_the_number_of_states_chooses_the_kernel(T):
+    """For N = 1, 8, 64 with 32 heads, as measured, and of bfloat16 states that are neither few nor many the tall one."""
     p = dataclasses.replace(make(Case(T=T), "cpu")[0], HV=32)
-    for pool, names in ((F32, ("f32_wide", "f32", "f32")), (BF16, ("bf16", "bf16", "bf16"))):
+    tall = "bf16" if T == 8 else "bf16_tall"
+    for pool, names in ((F32, ("f32_wide", "f32", "f32")), (BF16, ("bf16", tall, "bf16"))):
         calls = [dataclasses.replace(p, N=N, pool_dtype=pool) for N in (1, 8, 64)]
         wanted = [f"decode_{4 if T == 3 else T}_{name}" for name in names]
         assert [decode.variant(call) for call in calls] == wanted
@@ -310,7 +345,8 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
         (Case(mode="lightning"), "decay", 1, True),
         (Case(), "v", 2, False),
         (Case(), "out", 3, False),
-        (Case(), "g", 4, True),
+        (Case(), "g", 4, False),
+        (Case(), "g", 8, True),
         (Case(g=F32), "g", 2, False),
         (Case(g=F32, has_scalar_gate=True), "g", 1, True),
         (Case(), "beta", 1, True),

@@ -37,6 +37,8 @@ class Copies:
             run_down(self.store_groups[warp], int(i.args[0]))
         elif i.starts("cp.async.bulk.tensor"):
             self.tensor(i, warp, lanes)
+        elif i.starts("cp.async.bulk.prefetch.L2"):
+            self.hint(i, warp, lanes)
         elif i.starts("cp.async.bulk") and "prefetch" not in i.parts:
             self.plain(i, warp, lanes)
         elif i.starts("cp.async.ca", "cp.async.cg"):
@@ -164,6 +166,14 @@ class Copies:
                 self.load_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, owner, shared, barrier)
             else:
                 self.store_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(gmem, smem), n, shared)
+
+    def hint(self, i, warp, lanes):
+        """A prefetch of n bytes: nothing happens, but they must be there."""
+        block = self.block
+        for lane in np.flatnonzero(lanes):
+            offset = int(block.address(i.args[0], warp)[lane]) - GMEM_BASE
+            n = int(block.value(i.args[1], "U", warp)[lane])
+            block.gmem.check(np.arange(offset, offset + n, 16, dtype=S64), 16, "prefetch")
 
     def push(self, i, warp, lanes):
         """cp.async.bulk of n bytes of one's own shared memory to another block's."""

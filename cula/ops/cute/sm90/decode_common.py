@@ -38,15 +38,16 @@ def load_words(address: Int64, size: cutlass.Constexpr, count: cutlass.Constexpr
     return words
 
 
-def made_here(address: Any) -> Any:
-    """The address, made where this stands: left alone, the compiler makes it where it is used."""
-    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
+def fence(never: Any) -> None:
+    """The compiler moves arithmetic past waits and barriers as it likes, and with it the waits for what it needs; but not past a
+    place where a thread may end, as far as it knows. `never` is never true, and is made of what must be there before."""
+    cute.arch.inline_ptx("exit;", predicate=never)
 
 
-def widened_here(half: Any) -> Any:
-    """A bfloat16 number, in the lower half of a word. Of loads whose first use is behind a branch, the compiler waits for all at
-    once, and so for the state's: what is wanted before is used before the branch, by this."""
-    return cute.arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[F32], read_only_args=[half])
+def copy_to(table: Any, position: Any, address: Any, size: int) -> None:
+    """Have 4 or 16 bytes copied to a table in shared memory, to be waited for as a group."""
+    to = I32((table.iterator + position).toint())
+    cute.arch.inline_ptx(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size};", read_only_args=[to, address])
 
 
 def four_at(table: Any, position: Any) -> Any:

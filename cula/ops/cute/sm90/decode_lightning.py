@@ -38,6 +38,7 @@ from cula.ops.cute.common.decode_flags import COMMIT, USE_NORM
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, LOG2E
 from cula.ops.cute.sm90.decode_common import (
+    BLOCKS,
     WARPS,
     D,
     always_there,
@@ -69,18 +70,22 @@ class Places(NamedTuple):
     v_token: Any
 
 
-def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> tuple:
-    """What `rows` wants of q, k and v, as it comes, and -log of the decay a token. With as little to prepare as here, it is
-    better to have them early than to have them apart from the state."""
+def places(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> list:
+    """Of -log of the decay a token, then what `rows` wants of the tokens."""
     n, hv, h, warp_row, wid, lane = place
     (q_token, q_head), (k_token, k_head), (v_token, v_head) = strides[:3]
     of_head = (h * q_head, h * k_head, hv * v_head + warp_row)
     firsts = (first + (Int64(n) * row + head) * 2 for first, row, head in zip(addresses, row_strides, of_head))
-    raw = rows.load_tokens(Places(*firsts, q_token, k_token, v_token), tokens, wid, lane)
-    return raw, number_at(F32, addresses[7], hv * strides[6])
+    of_decay = addresses[7] + Int64(hv * strides[6]) * 4
+    return [of_decay, *rows.token_places(Places(*firsts, q_token, k_token, v_token), tokens, wid, lane)]
 
 
-def behind_the_state(rows: Any, found: tuple, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> tuple:
+def before_the_slot(rows: Any, at: list, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any) -> tuple:
+    """With as little to prepare as here, it is better to have tokens early than to have them apart from the state."""
+    return rows.load_tokens(*at[1:]), number_at(F32, at[0], 0)
+
+
+def behind_the_state(rows: Any, at: list, found: tuple, strides: Any, tokens: Any, flags: Any, lane: Any) -> tuple:
     """Nothing more to load."""
     return found
 
@@ -162,22 +167,26 @@ class LightningFma(RowsFma):
     def token_of_output(self, lane: Any) -> Any:
         return lane % self.T
 
+    def token_places(self, at: Places, tokens: Any, wid: Any, lane: Any) -> list:
+        """Of q and k of the warp's channels, and of v of the lane's rows and all tokens."""
+        token, channel = there(lane // LANES, tokens), wid * 32 + lane % LANES * 8
+        of_each = [I32(t) if always_there(t, self.T) else there(I32(t), tokens) for t in range(self.T)]
+        return [
+            at.q + Int64(token * at.q_token + channel) * 2,
+            at.k + Int64(token * at.k_token + channel) * 2,
+            *(at.v + Int64(t * at.v_token + self.row_of(0, lane)) * 2 for t in of_each),
+        ]
+
+    def load_tokens(self, q: Any, k: Any, *v: Any) -> tuple:
+        return load_words(q, 4), load_words(k, 4), self.load_all_values(v)
+
     @cute.jit
-    def load_all_values(self, v: Int64, v_token: I32, tokens: I32, lane: I32):
-        """v of the lane's rows and all tokens, words [2, T]."""
+    def load_all_values(self, at: cutlass.Constexpr):
+        """Words [2, T]."""
         values = cute.make_rmem_tensor((2, self.T), I32)
         for t in cutlass.range_constexpr(self.T):
-            token = I32(t) if cutlass.const_expr(always_there(t, self.T)) else there(I32(t), tokens)
-            at = v + Int64(token * v_token + self.row_of(0, lane)) * 2
-            cute.autovec_copy(vector_at(I32, at, 2, 8), flat(values, 2 * t, 2))
+            cute.autovec_copy(vector_at(I32, at[t], 2, 8), flat(values, 2 * t, 2))
         return values
-
-    def load_tokens(self, at: Places, tokens: Any, wid: Any, lane: Any) -> tuple:
-        """q and k of the warp's channels, and v."""
-        token, channel = there(lane // LANES, tokens), wid * 32 + lane % LANES * 8
-        q = load_words(at.q + Int64(token * at.q_token + channel) * 2, 4)
-        k = load_words(at.k + Int64(token * at.k_token + channel) * 2, 4)
-        return q, k, self.load_all_values(at.v, at.v_token, tokens, lane)
 
     @cute.jit
     def prepare(
@@ -340,18 +349,24 @@ class LightningMma(RowsMma):
     """What up to eight tokens do to the rows of a warp."""
 
     is_kda = False
+    warps, blocks = 1, WARPS * BLOCKS  # no warp needs another, and blocks of one spread over more multiprocessors
     tables = ()
 
-    def load_tokens(self, at: Places, tokens: Any, wid: Any, lane: Any) -> tuple:
-        """q and k of token g, [4 words, j], channels 32 j + 8 c .. + 7. Of tokens 2c and 2c + 1 v, rows 4 (g / 2) .. + 3, half of
-        which are number g of a side, and k once more, [2 words, j], channels 32 j + 4 g .. + 3."""
+    def token_places(self, at: Places, tokens: Any, wid: Any, lane: Any) -> list:
         g, c = lane // LANES, lane % LANES
         own, others = there(g, tokens), [there(2 * c + e, tokens) for e in range(2)]
-        q = load_words(at.q + Int64(own * at.q_token + 8 * c) * 2, 4, LOADS)
-        k = load_words(at.k + Int64(own * at.k_token + 8 * c) * 2, 4, LOADS)
-        values = [load_words(at.v + Int64(i * at.v_token + g // 2 * ROWS) * 2, 2) for i in others]
-        keys = [load_words(at.k + Int64(i * at.k_token + 4 * g) * 2, 2, LOADS) for i in others]
-        return q, k, values, keys
+        return [
+            at.q + Int64(own * at.q_token + 8 * c) * 2,
+            at.k + Int64(own * at.k_token + 8 * c) * 2,
+            *(at.v + Int64(i * at.v_token + g // 2 * self.lane_rows) * 2 for i in others),
+            *(at.k + Int64(i * at.k_token + 4 * g) * 2 for i in others),
+        ]
+
+    def load_tokens(self, q: Any, k: Any, v: Any, other_v: Any, other_k: Any, last_k: Any) -> tuple:
+        """q and k of token g, [4 words, j], channels 32 j + 8 c .. + 7. Of tokens 2c and 2c + 1 v, rows 4 (g / 2) .. + 3, half of
+        which are number g of a side, and k once more, [2 words, j], channels 32 j + 4 g .. + 3."""
+        values, keys = [load_words(x, 2) for x in (v, other_v)], [load_words(x, 2, LOADS) for x in (other_k, last_k)]
+        return load_words(q, 4, LOADS), load_words(k, 4, LOADS), values, keys
 
     @cute.jit
     def prepare(
@@ -424,11 +439,11 @@ class LightningMma(RowsMma):
                 of_state = flat(words, 2 * s + 4 * LOADS * side, 2)
                 multiply(k16, flat(sums, 4 * side + 8 * (s % 2), 4), two_rows(q, k, s), of_state)
         if g < tokens:
-            out = cute.make_rmem_tensor((ROWS,), BF16)
-            for r in cutlass.range_constexpr(ROWS):
+            out = cute.make_rmem_tensor((self.lane_rows,), BF16)
+            for r in cutlass.range_constexpr(self.lane_rows):
                 e, side = r % 2, r // 2
                 out[r] = ((sums[e, 0, side, 0] + sums[e, 0, side, 1]) * query + inside[e, side]).to(BF16)
-            cute.autovec_copy(out, vector_at(BF16, to + Int64(g * o_token) * 2, ROWS, 8))
+            cute.autovec_copy(out, vector_at(BF16, to + Int64(g * o_token) * 2, self.lane_rows, 8))
 
         if (flags & COMMIT) != 0:
             sides = []
@@ -437,7 +452,7 @@ class LightningMma(RowsMma):
                 sides.append(parts_of(of_tokens[0] * writes[0], of_tokens[1] * writes[1]))
             (high, low), (high_below, low_below) = sides
             self.write_state(words, four_of(high, high_below, low, low_below), keys, decay)
-            cute.autovec_copy(stored, state_at(state, lane))
+            cute.autovec_copy(stored, state_at(state, lane, self.sides))
 
     @cute.jit
     def write_state(self, words: cute.Tensor, a: cute.Tensor, keys: cutlass.Constexpr, decay: F32):

@@ -33,7 +33,6 @@ from cula.ops.cute.sm90.decode_common import (
     D,
     load_halves,
     load_words,
-    made_here,
     number_at,
     number_of,
     packed,
@@ -73,6 +72,7 @@ class RowsOne:
     warps = 1
     warp_rows = 2 * LOADS
     blocks = 20
+    early_blocks = 1650  # of 2640 that are there at once; up to as many, each hundred was a gain
     tables = ()
 
     def number_of_sum(self, lane: Any) -> Any:
@@ -155,7 +155,7 @@ class RowsOne:
 # The token
 
 
-def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Token:
+def places(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Token:
     n, hv, h, warp_row, _, lane = place
     q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
     q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
@@ -174,10 +174,14 @@ def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, t
             dt_bias + Int64(hv * bias[0] + own * bias[1]) * 4,
             beta + (Int64(n) * beta_row + hv * beta_head) * size_of(flags, BETA_IS_F32),
         ]
-    return Token(*map(made_here, at))
+    return Token(*at)
 
 
-def behind_the_state(rows: Any, at: Token, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> Token:
+def before_the_slot(*_: Any) -> None:
+    """Nothing: what is loaded before the state would be waited for with it."""
+
+
+def behind_the_state(rows: Any, at: Token, found: None, strides: Any, tokens: Any, flags: Any, lane: Any) -> Token:
     token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0), number_at(F32, at.A, 0)]
     if rows.is_kda:
         upper = (size_of(flags, G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
@@ -220,7 +224,9 @@ def prepare(
         k[c] *= norms[0]
         q[c] *= norms[1] * scale
     decay = of_channels(rows, addresses, raw, lower, flags, lane)
-    b = strength(raw.b, beta_top, flags) if cutlass.const_expr(rows.is_kda) else F32(1.0)
+    b = F32(1.0)
+    if cutlass.const_expr(rows.is_kda):
+        b = strength(number_of(raw.b, (flags & BETA_IS_F32) != 0), beta_top)
     return k, q, sums[0] * (norms[0] * norms[1] * scale), number_of((raw.v, raw.v), False), decay, b
 
 

@@ -26,7 +26,7 @@ from cutlass import Int64
 from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
 from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, read_four, vector_at, widened
-from cula.ops.cute.sm90.decode_tokens import mixing
+from cula.ops.cute.sm90.decode_tokens import Raw, mixing
 
 ROWS = 4  # of a lane
 LINE = 8  # lanes that have a line of a row together
@@ -42,12 +42,12 @@ class RowsFma:
 
     dtype = F32  # of the states
     is_kda = True
-    warps, blocks = WARPS, BLOCKS
+    warps, blocks, early_blocks = WARPS, BLOCKS, 0
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Numbers of `vectors`, `writes` and `mix`."""
-        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS
+        """Numbers of `vectors`, `writes`, `mix` and `raw`."""
+        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS, Raw(self.T).size
 
     @property
     def warp_rows(self) -> int:
@@ -160,7 +160,7 @@ class RowsFma:
     ):
         """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
         values, b, scale = ready
-        vectors, writes, mix = tables
+        vectors, writes, mix, _ = tables
         T, kept, roles, parts = self.T, self.kept, self.roles, 2 * self.T // self.roles
         role, at = lane % roles, lane % self.lanes * 4
         factors = [mixing(mix, role, b, scale, T, flags)]  # while the state is on its way; a second role's have no registers yet

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode, what meets a state in bfloat16, on tensor cores: mma.sync, two to eight tokens. `decode.py` has the formulas.
 
-Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (0 or 1), and loads 16 bytes of
-them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both factors agree, so what was
-loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3.
+Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (with four sides four of 32),
+and loads 16 bytes of them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both
+factors agree, so what was loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3. With four
+sides a block has a whole state and prepares for it once; with two there are twice as many blocks.
 
 A float32 factor is a sum of two in bfloat16, the upper half of its bits and the rest (`split`): 16 bits of it, where outputs and
 states keep 8.
   1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts
      as rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
-     at numbers 2c and 2c + 1 of both sides, which are rows 4c .. 4c + 3 of the warp's, so next to each other.
+     at numbers 2c and 2c + 1 of all sides, which are rows 4c .. 4c + 3 of the warp's (or 8c .. 8c + 7), next to each other.
   2. The recurrence of u. Lane (i, c) has R_i or Q_i of its rows, and v_i; u_i, which all lanes are told, is added
      with its factor.
-  3. S_T starts as e^{G_T} S0 in float32, and is the accumulator of two products m16n8k8 for every 8 columns and four tokens. The
-     reduction is over tokens and parts: lane c has (u_hi, u_lo) times (w_hi, w_lo) of token c, then (u_lo, u_hi) times the same.
+  3. S_T starts as e^{G_T} S0 in float32, and is the accumulator of two products m16n8k8 for two sides, 8 columns and four tokens.
+     The reduction is over tokens and parts: lane c has (u_hi, u_lo) times (w_hi, w_lo) of token c, then (u_lo, u_hi) times them.
 
 | in shared memory, words                   | what                                                                               |
 |-------------------------------------------|------------------------------------------------------------------------------------|
@@ -39,12 +40,11 @@ from cula.ops.cute.common.decode_flags import COMMIT
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
 from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, packed, read_four, vector_at, widened
-from cula.ops.cute.sm90.decode_tokens import mixing
+from cula.ops.cute.sm90.decode_tokens import Raw, mixing
 
 LANES = 4  # of a row
 LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
 STEPS = D // 16
-ROWS = 4  # of a lane, once the vectors have met the state
 SAME_C = (LANES - 1) << 8 | 31  # a shuffle's segments: lanes of the same c
 
 
@@ -53,16 +53,30 @@ class RowsMma:
     """What T tokens do to the rows of a warp."""
 
     T: int
+    sides: int = 2  # of 8 rows, or 4
 
     dtype = BF16  # of the states
     is_kda = True
-    warps, blocks = WARPS, BLOCKS
-    warp_rows = 16
+    warps, early_blocks = WARPS, 0
+
+    @property
+    def blocks(self) -> int:
+        """On a multiprocessor at least. A fifth is worth the few registers that it takes, where they are few."""
+        return BLOCKS + (self.sides == 2 and self.T <= 4)
+
+    @property
+    def warp_rows(self) -> int:
+        return 8 * self.sides
+
+    @property
+    def lane_rows(self) -> int:
+        """Once the vectors have met the state."""
+        return 2 * self.sides
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Numbers of `vectors`, `writes` and `mix`."""
-        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS
+        """Numbers of `vectors`, `writes`, `mix` and `raw`."""
+        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS, Raw(self.T).size
 
     @property
     def groups(self) -> int:
@@ -71,7 +85,7 @@ class RowsMma:
 
     def first_row(self, lane: Any) -> Any:
         """Of those that a lane reads v and writes o of, among its warp's."""
-        return lane % LANES * ROWS
+        return lane % LANES * self.lane_rows
 
     def token_of_v(self, lane: Any) -> Any:
         """T or more where a lane wants no v."""
@@ -80,21 +94,21 @@ class RowsMma:
     @cute.jit
     def load_values(self, v: Int64):
         """v of the lane's rows, which begin at that address."""
-        values = cute.make_rmem_tensor((ROWS // 2,), I32)
-        cute.autovec_copy(vector_at(I32, v, ROWS // 2, 8), values)
+        values = cute.make_rmem_tensor((self.sides,), I32)
+        cute.autovec_copy(vector_at(I32, v, self.sides, 8), values)
         return values
 
     @cute.jit
     def write_zeros(self, to: Int64, o_token: I32, tokens: I32, lane: I32):
-        zeros = cute.make_rmem_tensor((ROWS,), BF16)
+        zeros = cute.make_rmem_tensor((self.lane_rows,), BF16)
         zeros.fill(0.0)
         token = lane // LANES
         if token < tokens:
-            cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+            cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, self.lane_rows, 8))
 
     @cute.jit
     def load_state(self, state: Int64, lane: I32):
-        gS = state_at(state, lane)
+        gS = state_at(state, lane, self.sides)
         stored = cute.make_rmem_tensor(gS.shape, BF16)
         cute.autovec_copy(gS, stored)
         return stored
@@ -138,28 +152,28 @@ class RowsMma:
     ):
         """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
         values, b, scale = ready
-        vectors, writes, mix = tables
-        T, groups = self.T, self.groups
+        vectors, writes, mix, _ = tables
+        T, groups, sides, rows = self.T, self.groups, self.sides, self.lane_rows
         g, c = lane // LANES, lane % LANES
         role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q; with eight R, and Q as a second one
         factors = [mixing(mix, role + 8 * p, F32(0.0) if p else b, scale, T, flags) for p in range(groups)]
         words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
 
-        # R and Q. Up to four tokens have steps in two sums, so that half as many products wait for each other; eight have two
-        # parts.
+        # R and Q. Up to four tokens on two sides have steps in two sums, so that half as many products wait for each other; eight
+        # have two parts.
         parts = max(T // 4, 1)  # in products of their own
-        chains = 2 // parts
+        chains = max(4 // (parts * sides), 1)
         k16 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)))
-        acc = cute.make_rmem_tensor((2, 2, 2, chains), F32)  # [number 2c or 2c + 1, vector g or g + 8, side]
+        acc = cute.make_rmem_tensor((2, 2, sides, chains), F32)  # [number 2c or 2c + 1, vector g or g + 8, side]
         acc.fill(0.0)
         for s in cutlass.range_constexpr(STEPS):
             for part in cutlass.range_constexpr(parts):
                 a = cute.make_rmem_tensor((4,), I32)
                 cute.autovec_copy(words_at(vectors, (((s * parts + part) * min(2 * T, 8) + role) * 4 + c) * 4, 4), a)
-                for side in cutlass.range_constexpr(2):
-                    multiply(k16, flat(acc, 4 * side + 8 * (s % chains), 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
-        x = cute.make_rmem_tensor((ROWS, groups), F32)  # b (v - R) or Q; with eight tokens both
-        for r in cutlass.range_constexpr(ROWS):
+                for side in cutlass.range_constexpr(sides):
+                    multiply(k16, flat(acc, 4 * side + 4 * sides * (s % chains), 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
+        x = cute.make_rmem_tensor((rows, groups), F32)  # b (v - R) or Q; with eight tokens both
+        for r in cutlass.range_constexpr(rows):
             both = [sum_of([acc[r % 2, n, r // 2, chain] for chain in range(chains)]) for n in range(2)]
             if cutlass.const_expr(T <= 4):
                 x[r, 0] = (both[0] + both[1]) * factors[0][0]
@@ -167,43 +181,44 @@ class RowsMma:
                 x[r, 0], x[r, 1] = both[0] * factors[0][0], both[1] * factors[1][0]
 
         # u and o
-        of_v = widened(values, ROWS)
-        for r in cutlass.range_constexpr(ROWS):
+        of_v = widened(values, rows)
+        for r in cutlass.range_constexpr(rows):
             x[r, 0] += factors[0][1] * of_v[r]
         for i in cutlass.range_constexpr(T):
-            u = cute.make_rmem_tensor((ROWS,), F32)
-            for r in cutlass.range_constexpr(ROWS):
+            u = cute.make_rmem_tensor((rows,), F32)
+            for r in cutlass.range_constexpr(rows):
                 u[r] = cute.arch.shuffle_sync(x[r, 0], LANES * i, mask_and_clamp=SAME_C)
             for p in cutlass.range_constexpr(groups):
-                for r in cutlass.range_constexpr(ROWS):
+                for r in cutlass.range_constexpr(rows):
                     x[r, p] += factors[p][2][i] * u[r]
         token = g if cutlass.const_expr(T == 8) else g - T
         if token >= 0 and token < tokens:
-            out = cute.make_rmem_tensor((ROWS,), BF16)
-            for r in cutlass.range_constexpr(ROWS):
+            out = cute.make_rmem_tensor((rows,), BF16)
+            for r in cutlass.range_constexpr(rows):
                 out[r] = x[r, groups - 1].to(BF16)
-            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, ROWS, 8))
+            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, rows, 8))
 
         if (flags & COMMIT) != 0:
             self.write_state(words, x, writes, lane)
-            cute.autovec_copy(stored, state_at(state, lane))
+            cute.autovec_copy(stored, state_at(state, lane, self.sides))
 
     @cute.jit
     def write_state(self, words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, lane: I32):
-        """S0 becomes S_T. Lane (i, c) has u of token i and rows 4c .. 4c + 3 in `x[:, 0]`."""
-        T, groups = self.T, self.groups
+        """S0 becomes S_T, two sides at a time. Lane (i, c) has u of token i and its rows, four for two sides, in `x[:, 0]`."""
+        T, groups, sides = self.T, self.groups, self.sides
         g, c = lane // LANES, lane % LANES
-        a = cute.make_rmem_tensor((2, 2, groups), I32)  # [side, order of parts]
+        a = cute.make_rmem_tensor((2, 2, groups, sides // 2), I32)  # [side, order of parts]
         for p in cutlass.range_constexpr(groups):
-            source = LANES * (c + LANES * p) + g // 2  # has u of token c, or c + 4, and four rows
-            for side in cutlass.range_constexpr(2):
+            source = LANES * (c + LANES * p) + g // 2  # has u of token c, or c + 4, and the row
+            for side in cutlass.range_constexpr(sides):
                 even, odd = [cute.arch.shuffle_sync(x[2 * side + e, 0], source) for e in range(2)]
                 mine = cute.make_rmem_tensor((1,), F32)
                 mine[0] = odd if g % 2 == 1 else even
                 if cutlass.const_expr(T < LANES):
                     mine[0] = mine[0] if c < T else F32(0.0)
                 high, low = split(mine)
-                a[side, 0, p], a[side, 1, p] = packed(high[0], low[0]), packed(low[0], high[0])
+                one, pair = side % 2, side // 2
+                a[one, 0, p, pair], a[one, 1, p, pair] = packed(high[0], low[0]), packed(low[0], high[0])
         k8 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 8)))
         for j in cutlass.range_constexpr(LOADS):
             w = cute.make_rmem_tensor((4, groups), I32)
@@ -215,28 +230,28 @@ class RowsMma:
                 decay = read_four(writes, T * D + 32 * j + 8 * c + 4 * half)
                 for e in cutlass.range_constexpr(2):
                     n = 2 * half + e  # the lane's columns 2n, 2n + 1 of its 8
-                    S = cute.make_rmem_tensor((2, 2), F32)  # [column, side]
-                    for side in cutlass.range_constexpr(2):
-                        of_row = widened(flat(words, n + 4 * j + 4 * LOADS * side, 1), 2)
-                        for odd in cutlass.range_constexpr(2):
-                            S[odd, side] = of_row[odd] * decay[2 * e + odd]
-                    for p in cutlass.range_constexpr(groups):
-                        for order in cutlass.range_constexpr(2):
-                            multiply(k8, S, flat(a, 4 * p + 2 * order, 2), flat(w, 4 * p + n, 1))
-                    for side in cutlass.range_constexpr(2):
-                        flat(words, n + 4 * j + 4 * LOADS * side, 1)[0] = packed(S[0, side], S[1, side])
+                    for pair in cutlass.range_constexpr(sides // 2):
+                        of_sides = [flat(words, n + 4 * j + 4 * LOADS * (2 * pair + one), 1) for one in range(2)]
+                        S = cute.make_rmem_tensor((2, 2), F32)  # [column, side]
+                        for one in cutlass.range_constexpr(2):
+                            of_row = widened(of_sides[one], 2)
+                            for odd in cutlass.range_constexpr(2):
+                                S[odd, one] = of_row[odd] * decay[2 * e + odd]
+                        for p in cutlass.range_constexpr(groups):
+                            for order in cutlass.range_constexpr(2):
+                                multiply(k8, S, flat(a, 4 * (p + groups * pair) + 2 * order, 2), flat(w, 4 * p + n, 1))
+                        for one in cutlass.range_constexpr(2):
+                            of_sides[one][0] = packed(S[0, one], S[1, one])
 
 
-def state_at(state: Any, lane: Any) -> Any:
+def state_at(state: Any, lane: Any, sides: int) -> Any:
     """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where the rows of its warp begin.
 
-    Number g of a side is row 4 (g / 2) + g % 2 + 2 side: then numbers 2c and 2c + 1 of both sides are rows 4c .. 4c + 3.
+    Number g of a side is row 2 sides (g / 2) + g % 2 + 2 side: so numbers 2c and 2c + 1 of all sides are next to each other.
     """
     g, c = lane // LANES, lane % LANES
-    row = g // 2 * 4 + g % 2
-    return cute.make_tensor(
-        at_address(BF16, state + Int64(row * 2 * D + c * 16), 16), cute.make_layout((8, LOADS, 2), stride=(1, 8 * LANES, 2 * D))
-    )
+    first = at_address(BF16, state + Int64((g // 2 * 2 * sides + g % 2) * 2 * D + c * 16), 16)
+    return cute.make_tensor(first, cute.make_layout((8, LOADS, sides), stride=(1, 8 * LANES, 2 * D)))
 
 
 def places(channel: Any) -> tuple:

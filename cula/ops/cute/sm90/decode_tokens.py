@@ -18,19 +18,19 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from cula.ops.cute.common.decode_flags import BETA_IS_F32, G_IS_F32, IS_BOUNDED, IS_SCALAR, IS_SOFTPLUS, USE_NORM
+from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import F32, I32, LOG2E
 from cula.ops.cute.sm90.decode_common import (
     WARPS,
     D,
     always_there,
+    copy_to,
+    fence,
     load_halves,
-    made_here,
-    number_at,
     number_of,
     read_four,
     select,
     size_of,
-    widened_here,
 )
 
 # Activation
@@ -64,76 +64,153 @@ def decays(x: cute.Tensor, A: F32, lower: F32, flags: I32):
     return x
 
 
-@cute.jit
-def decays_of(of_g: cutlass.Constexpr, of_gate: cutlass.Constexpr, lower: F32, flags: I32):
-    """Of the tokens at a channel."""
-    A, bias = of_gate
-    x = cute.make_rmem_tensor((len(of_g),), F32)
-    for t in cutlass.range_constexpr(len(of_g)):
-        x[t] = number_of(of_g[t], (flags & G_IS_F32) != 0) + bias
-    return decays(x, A, lower, flags)
+# Tokens. A warp has k, q, g and the gate's parameters of its 32 channels copied to shared memory while the slot is on its way,
+# and a lane reads its channel of them there: a copy shares no scoreboard with a load, so that who waits for tokens does not wait
+# for the state. What is not there is read from elsewhere, and not used; tokens that are not there come as the last.
 
 
-# Tokens. Loads have no branches between them: a wait at the first would be in the way of the next. What is not there is read
-# from elsewhere, and not used.
+class Raw(NamedTuple):
+    """The table of tokens as they come, in words: k [T, 64], q [T, 64], g [T, 128] (bfloat16: half of each), bias [128],
+    A_log [4]."""
+
+    T: int
+
+    @property
+    def gates(self) -> int:
+        return self.T * D
+
+    @property
+    def bias(self) -> int:
+        return 2 * self.T * D
+
+    @property
+    def slope(self) -> int:
+        """A_log, one for each warp."""
+        return self.bias + D
+
+    @property
+    def size(self) -> int:
+        return self.slope + WARPS
+
+    @property
+    def rounds(self) -> range:
+        """In each a lane copies 16 bytes of k or q, and 16 of g."""
+        return range(max(self.T // 4, 1))
 
 
 class Places(NamedTuple):
-    """Addresses of the first token's: those of a lane's channel, v of its rows."""
+    """Addresses."""
 
-    k: Any
-    q: Any
-    g: Any
+    vectors: Any  # what a lane copies of k and q, in each round
+    gates: Any  # likewise of g
+    gate: Any  # g of the first token
     A: Any
-    bias: Any
-    v: Any
-    b: Any
+    bias: Any  # at the lane's channel
+    v: Any  # of the first token, at the lane's rows
+    b: Any  # likewise
 
 
 class Tokens(NamedTuple):
-    """As they come; tokens that are not there come as the last."""
+    """Of the token whose v a lane wants, as they come."""
 
-    values: Any  # v of the lane's token, as the rows want it
+    values: Any
     b: Any
-    is_there: Any
-    k: Any  # of all tokens at a channel, as q and g
-    q: Any
-    g: Any
-    gate: Any  # its two parameters
 
 
-def before_the_slot(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Places:
+def gate_piece(lane: Any, r: int, flags: Any) -> tuple[Any, Any, Any]:
+    """Which 16 bytes of g a lane copies in a round: the token, and which of the 4 or 8 pieces that a warp's channels are; then
+    log2 of 4 or 8."""
+    log_pieces = select((flags & G_IS_F32) != 0, I32(3), I32(2))
+    token = (lane + 32 * r) >> log_pieces
+    return token, (lane + 32 * r) - (token << log_pieces), log_pieces
+
+
+def places(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Places:
     n, hv, h, warp_row, wid, lane = place
     q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
     q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
-    (_, q_head), (_, k_head), (_, v_head), _, (_, g_head), (_, beta_head), A_head, bias = strides
-    channel = wid * 32 + lane
-    of_channel = select((flags & IS_SCALAR) != 0, I32(0), channel)
-    at = Places(
-        k + (Int64(n) * k_row + h * k_head + channel) * 2,
-        q + (Int64(n) * q_row + h * q_head + channel) * 2,
-        g + (Int64(n) * g_row + hv * g_head + of_channel) * size_of(flags, G_IS_F32),
+    (q_token, q_head), (k_token, k_head), (_, v_head), _, (g_token, g_head), (_, beta_head), A_head, bias = strides
+    raw, first, last = Raw(rows.T), wid * 32, tokens - 1
+    first_k = k + (Int64(n) * k_row + h * k_head + first + lane % 4 * 8) * 2
+    first_q = q + (Int64(n) * q_row + h * q_head + first + lane % 4 * 8) * 2
+    of_vectors, of_gates = [], []
+    size = size_of(flags, G_IS_F32)
+    gate = g + (Int64(n) * g_row + hv * g_head + select((flags & IS_SCALAR) != 0, I32(0), first)) * size
+    for r in raw.rounds:
+        vector = (lane + 32 * r) // 4  # k of the tokens, then q
+        token = cutlass.min(vector % rows.T, last)
+        of_k, of_q = first_k + Int64(token * k_token) * 2, first_q + Int64(token * q_token) * 2
+        of_vectors.append(select(vector < rows.T, of_k, of_q))
+        token, piece, _ = gate_piece(lane, r, flags)
+        of_gates.append(gate + Int64(cutlass.min(token, last) * g_token) * size + Int64(piece * 16))
+    return Places(
+        of_vectors,
+        of_gates,
+        gate,
         A + Int64(hv * A_head) * 4,
-        dt_bias + Int64(hv * bias[0] + channel * bias[1]) * 4,
+        dt_bias + Int64(hv * bias[0] + (first + lane) * bias[1]) * 4,
         v + (Int64(n) * v_row + hv * v_head + warp_row + rows.first_row(lane)) * 2,
         beta + (Int64(n) * beta_row + hv * beta_head) * size_of(flags, BETA_IS_F32),
     )
-    return Places(*map(made_here, at))
 
 
-def behind_the_state(rows: Any, at: Places, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any) -> Tokens:
-    T, token = rows.T, rows.token_of_v(lane)
-    (q_token, _), (k_token, _), (v_token, _), _, (g_token, _), (beta_token, _), _, _ = strides
-    is_there = token < tokens
-    token = select(is_there, token, I32(0))
-    of_each = [I32(t) if always_there(t, T) else select(tokens > t, I32(t), tokens - 1) for t in range(T)]
-    of_k = [number_at(cutlass.Uint16, at.k, t * k_token) for t in of_each]
-    of_q = [number_at(cutlass.Uint16, at.q, t * q_token) for t in of_each]
-    of_g = load_halves(at.g, [t * g_token for t in of_each], (flags & G_IS_F32) != 0)
-    of_gate = number_at(F32, at.A, 0), number_at(F32, at.bias, 0)
+@cute.jit
+def before_the_slot(
+    rows: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    strides: cutlass.Constexpr,
+    tokens: I32,
+    flags: I32,
+    wid: I32,
+    lane: I32,
+    tables: cutlass.Constexpr,
+):
+    """Have the warp's channels copied. Gates a head may have two bytes, which cannot be: they are loaded, are here when the slot
+    is, and are waited for, so that nobody waits for them with the state."""
+    T, of, table = rows.T, Raw(rows.T), tables[3]
+    for r in cutlass.range_constexpr(len(of.rounds)):
+        vector = (lane + 32 * r) // 4
+        if vector < 2 * T:
+            copy_to(table, vector * (D // 2) + wid * 16 + lane % 4 * 4, at.vectors[r], 16)
+    copy_to(table, of.bias + wid * 32 + lane, at.bias, 4)
+    if lane == 0:
+        copy_to(table, of.slope + wid, at.A, 4)
+    if (flags & IS_SCALAR) != 0:
+        is_f32, g_token = (flags & G_IS_F32) != 0, strides[4][0]
+        numbers = load_halves(at.gate, [cutlass.min(I32(t), tokens - 1) * g_token for t in range(T)], is_f32)
+        for t in cutlass.range_constexpr(T):
+            table[of.gates + t * D + wid * 32 + lane] = number_of(numbers[t], is_f32)
+    else:
+        for r in cutlass.range_constexpr(len(of.rounds)):
+            token, piece, log_pieces = gate_piece(lane, r, flags)
+            if token < T:
+                copy_to(table, of.gates + token * D + (wid << (log_pieces + 2)) + piece * 4, at.gates[r], 16)
+    cute.arch.cp_async_commit_group()
+
+
+def behind_the_state(rows: Any, at: Places, found: None, strides: Any, tokens: Any, flags: Any, lane: Any) -> Tokens:
+    token, v_token, beta_token = cutlass.min(rows.token_of_v(lane), tokens - 1), strides[2][0], strides[5][0]
     values = rows.load_values(at.v + Int64(token * v_token) * 2)
-    of_b = load_halves(at.b, [token * beta_token], (flags & BETA_IS_F32) != 0)[0]
-    return Tokens(values, of_b, is_there, of_k, of_q, of_g, of_gate)
+    return Tokens(values, load_halves(at.b, [token * beta_token], (flags & BETA_IS_F32) != 0)[0])
+
+
+@cute.jit
+def at_channel(rows: cutlass.Constexpr, flags: I32, wid: I32, lane: I32, table: cute.Tensor):
+    """What was copied, of a lane's channel: k, q and g [3, T], then A_log and the bias."""
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_warp()
+    T, of, channel = rows.T, Raw(rows.T), wid * 32 + lane
+    halves = cute.make_tensor(cute.recast_ptr(table.iterator, dtype=cutlass.Uint16), cute.make_layout(2 * of.gates))
+    words = cute.make_tensor(cute.recast_ptr(table.iterator, dtype=I32), cute.make_layout(of.size))
+    numbers = cute.make_rmem_tensor((T, 3), F32)
+    bits = cute.recast_tensor(numbers, I32)
+    is_f32 = (flags & (G_IS_F32 | IS_SCALAR)) != 0
+    place, left = select(is_f32, channel, channel // 2), select(is_f32, I32(0), (1 - lane % 2) * 16)
+    mask = select(is_f32, I32(-1), I32(-65536))
+    for t in cutlass.range_constexpr(T):
+        bits[t, 0], bits[t, 1] = (halves[(n * T + t) * D + channel].to(I32) << 16 for n in range(2))
+        bits[t, 2] = (words[of.gates + t * D + place] << left) & mask
+    return numbers, table[of.slope + wid], table[of.bias + channel]
 
 
 def gate_parameters(addresses: Any, of_gate: Any) -> Any:
@@ -142,9 +219,8 @@ def gate_parameters(addresses: Any, of_gate: Any) -> Any:
     return select(q != A, of_gate[0], F32(0.0)), select(q != bias, of_gate[1], F32(0.0))
 
 
-def strength(of_b: Any, beta_top: Any, flags: Any) -> Any:
-    """b of a token."""
-    b = number_of(of_b, (flags & BETA_IS_F32) != 0)
+def strength(b: Any, beta_top: Any) -> Any:
+    """b of a token, activated."""
     return select(beta_top > F32(0.0), beta_top * sigmoid(b), b)
 
 
@@ -197,11 +273,15 @@ def prepare(
     rows: Any, addresses: Any, raw: Tokens, factors: tuple, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any
 ) -> tuple:
     """Fill the tables, vectors as `rows` wants them; ends with the block's one barrier. Returns v, b and the scale."""
-    T, channel, (_, writes, mix) = rows.T, wid * 32 + lane, tables
+    T, channel, (_, writes, mix, table) = rows.T, wid * 32 + lane, tables
     scale, lower, beta_top = factors
-    k, q = [[widened_here(x) for x in halves] for halves in (raw.k, raw.q)]
-    b = select(raw.is_there, strength(raw.b, beta_top, flags), F32(0.0))
-    decay = decays_of(raw.g, gate_parameters(addresses, raw.gate), lower, flags)
+    numbers, *of_gate = at_channel(rows, flags, wid, lane, table)
+    k, q = ([numbers[t, n] for t in range(T)] for n in range(2))
+    A, bias = gate_parameters(addresses, of_gate)
+    g = flat(numbers, 2 * T, T)
+    for t in range(T):
+        g[t] += bias
+    decay = decays(g, A, lower, flags)
     decay = [decay[t] if always_there(t, T) else select(tokens > t, decay[t], F32(1.0)) for t in range(T)]
     since_start, keys, of_keys, of_queries = None, [], [], []  # e^{G_t}; k_i e^{G_t - G_i}; what is to be summed
     for t in range(T):
@@ -220,7 +300,9 @@ def prepare(
         rows.put_write(tables, i, channel, keys[i])
     writes[T * D + channel] = since_start
     cute.arch.sync_threads()
-    return raw.values, b, scale
+    fence(never=tokens < 0)  # v and b are waited for with the state, so here at the earliest
+    b = strength(number_of(raw.b, (flags & BETA_IS_F32) != 0), beta_top)
+    return raw.values, select(rows.token_of_v(lane) < tokens, b, F32(0.0)), scale
 
 
 # For what meets the state
