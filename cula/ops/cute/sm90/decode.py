@@ -15,11 +15,15 @@ strengths b and the scale inside q:
 Decays are products of factors e^g in [0, 1], so any gate will do. Lightning has u = v and one decay a head, so neither R nor A
 nor a recurrence.
 
-A block has four warps. Its part of the state is on its way to registers while the block prepares what has no state in it, with
-one barrier in the end (`decode_tokens.py`). Keys and queries are raw there: their norms, b and the scale are factors of what has
-met the state. Then every warp has its own rows meet the vectors, in 3T + 1 multiply-adds a number of the state: in float32 for
-float32 states, with 8 lanes a row, or 16 where there is little work (`decode_rows_fma.py`), on tensor cores for bfloat16 ones
-(`decode_rows_mma.py`).
+The life of a block: addresses, until the kernel in front has ended (`places`); the slot, and what is asked for while it is on
+its way (`before_the_slot`); the state, and what is asked for behind it (`behind_the_state`); what needs no state, while that is
+on its way (`prepare`); the rows (`decode_rows`). The last is a class's for a kind of state, the others a module's for tokens.
+
+Several tokens of KDA: a block has four warps. Its part of the state is on its way to registers while the block prepares what has
+no state in it, with one barrier in the end (`decode_tokens.py`). Keys and queries are raw there: their norms, b and the scale are
+factors of what has met the state. Then every warp has its own rows meet the vectors, in 3T + 1 multiply-adds a number of the
+state: in float32 for float32 states, with 8 lanes a row, or 16 where there is little work (`decode_rows_fma.py`), on tensor cores
+for bfloat16 ones (`decode_rows_mma.py`).
 
 | shared memory, float32  | what                                                                                           |
 |-------------------------|------------------------------------------------------------------------------------------------|

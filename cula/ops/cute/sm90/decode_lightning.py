@@ -59,7 +59,7 @@ FASTEST = 1000.0  # of decays, log2: as good as infinite, and 0 times it is 0
 LOWER, UPPER = 0x5410, 0x7632  # halves of two words, for prmt
 
 
-class Places(NamedTuple):
+class Firsts(NamedTuple):
     """Where q, k and v of a (row, head) begin, v with the warp's rows, and what a token further is, in numbers."""
 
     q: Any
@@ -77,7 +77,7 @@ def places(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: An
     of_head = (h * q_head, h * k_head, hv * v_head + warp_row)
     firsts = (first + (Int64(n) * row + head) * 2 for first, row, head in zip(addresses, row_strides, of_head))
     of_decay = addresses[7] + Int64(hv * strides[6]) * 4
-    return [of_decay, *rows.token_places(Places(*firsts, q_token, k_token, v_token), tokens, wid, lane)]
+    return [of_decay, *rows.token_places(Firsts(*firsts, q_token, k_token, v_token), tokens, wid, lane)]
 
 
 def before_the_slot(rows: Any, at: list, strides: Any, tokens: Any, flags: Any, wid: Any, lane: Any, tables: Any) -> tuple:
@@ -167,7 +167,7 @@ class LightningFma(RowsFma):
     def token_of_output(self, lane: Any) -> Any:
         return lane % self.T
 
-    def token_places(self, at: Places, tokens: Any, wid: Any, lane: Any) -> list:
+    def token_places(self, at: Firsts, tokens: Any, wid: Any, lane: Any) -> list:
         """Of q and k of the warp's channels, and of v of the lane's rows and all tokens."""
         token, channel = there(lane // LANES, tokens), wid * 32 + lane % LANES * 8
         of_each = [I32(t) if always_there(t, self.T) else there(I32(t), tokens) for t in range(self.T)]
@@ -352,7 +352,7 @@ class LightningMma(RowsMma):
     warps, blocks = 1, WARPS * BLOCKS  # no warp needs another, and blocks of one spread over more multiprocessors
     tables = ()
 
-    def token_places(self, at: Places, tokens: Any, wid: Any, lane: Any) -> list:
+    def token_places(self, at: Firsts, tokens: Any, wid: Any, lane: Any) -> list:
         g, c = lane // LANES, lane % LANES
         own, others = there(g, tokens), [there(2 * c + e, tokens) for e in range(2)]
         return [
