@@ -7,9 +7,8 @@ import torch
 from cula.bench import states
 
 
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_states_named_are_touched_and_no_others(backend, device):
-    if backend != "triton":
-        pytest.skip("the kernel is Triton's")
     pool = torch.randn(4, 2, 32, 64, generator=torch.Generator().manual_seed(0)).to(device)
     before = pool.clone()
     states.touch(pool, torch.tensor([2, 0], dtype=torch.int32, device=device), factor=2.0)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 KDA = KdaCall(dtype=BF16, gate_dtype=BF16, H=2, HV=2, K=128, V=128, gate="bounded", norm=True, beta="sigmoid")
 LIGHTNING = LightningCall(dtype=BF16, H=2, HV=2, K=128, V=128)
-MANY = {"B": 12, "H": 32, "HV": 32}
+MANY = {"B": 12, "H": 32, "HV": 32}  # states: more blocks than are there at once
 ROUNDS = 500  # of reading memory before it writes: some hundred microseconds
 
 
@@ -118,9 +118,7 @@ def test_a_call_sees_what_the_kernel_in_front_wrote(name, how):
 
 
 @pytest.mark.parametrize("late", ["slots", "states"])
-@pytest.mark.parametrize(
-    "call", [KDA.with_(T=1, B=12, H=32, HV=32), replace(LIGHTNING, T=1, B=12, H=32, HV=32)], ids=["kda", "lightning"]
-)
+@pytest.mark.parametrize("call", [KDA.with_(T=1, **MANY), replace(LIGHTNING, T=1, **MANY)], ids=["kda", "lightning"])
 def test_what_is_asked_for_early_is_a_hint(call, late):
     """With as many states, Hopper's first blocks have slots fetched before the kernel in front has ended, which then names others
     or writes them."""

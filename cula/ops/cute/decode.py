@@ -39,8 +39,9 @@ TOKEN_BYTES = 8  # v and o are read and written so many at a time
 # 3.13 / 3.55, 3.60 / 3.93, 5.37 / 7.32; N = 2 3.81 / 4.03, 4.52 / 4.63, 7.48 / 7.83; N = 4 4.92 / 5.33, 6.11 / 5.94, 11.8 / 10.3.
 WIDE_STATES = 64
 # States in bfloat16 from which on, and up to which, a warp has 32 rows of one instead of 16: a state then takes one block, which
-# prepares for it once, and blocks are there all at once for four times as many rows. H200, H = 32, us with 32 / 16 rows for four
-# tokens: N = 2 2.68 / 2.38, N = 3 2.88 / 2.95, N = 8 4.89 / 5.03, N = 16 7.63 / 9.19, N = 48 30.4 / 31.1, N = 64 40.9 / 40.7.
+# prepares for it once. With fewer states there are multiprocessors for more blocks; with more, all wait for the memory. H200,
+# H = 32, us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
+# N = 16 7.70 / 8.84, N = 32 15.6 / 18.2, N = 48 30.0 / 29.8, N = 64 41.3 / 39.4.
 TALL_STATES = range(96, 1025)
 # States in bfloat16 above which the blocks for one token, 8 for each, are not all there at once, 20 on 132 multiprocessors each.
 EARLY_STATES = 330

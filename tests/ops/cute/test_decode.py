@@ -91,6 +91,7 @@ CASES = [
     Case(T=4, pool=BF16, gate="log", forgets=True, g=F32),
     Case(T=4, pool=BF16, gate="softplus", beta="negative"),
     Case(T=4, pool=BF16, is_tall=True, HV=2, layout="packed"),
+    Case(T=3, pool=BF16, is_tall=True),
     Case(T=3, pool=BF16, is_tall=True, gate="log", forgets=True, norm=False, beta="plain", g=F32, commit=False),
     Case(T=4, commit=False, has_scalar_gate=True, gate="log", g=F32),
     Case(T=4, mode="lightning", norm=False, decay=0.0, layout="packed", HV=2),
@@ -276,6 +277,13 @@ def test_a_missing_barrier_is_noticed(interpreted, mode, order):
     interpreted(order, lambda text: text.replace("bar.sync \t0;", ""))
     with pytest.raises((AssertionError, ptx.SimulationError)):
         check(Case(T=4, mode=mode), "cpu")
+
+
+@pytest.mark.parametrize("pool", [F32, BF16], ids=str)
+def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
+    interpreted(edit=lambda text: re.sub(r"cp\.async\.wait_group\s+0;", "", text))
+    with pytest.raises((AssertionError, ptx.SimulationError)):
+        check(Case(T=4, pool=pool), "cpu")
 
 
 # Variants and launches

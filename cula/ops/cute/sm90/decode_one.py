@@ -72,7 +72,7 @@ class RowsOne:
     warps = 1
     warp_rows = 2 * LOADS
     blocks = 20
-    early_blocks = 1650  # of 2640 that are there at once; up to as many, each hundred was a gain
+    early_blocks = 1650  # of 2640 that are there at once; 330 fewer or more gain less (`docs/decode.md`)
     tables = ()
 
     def number_of_sum(self, lane: Any) -> Any:
