@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cula.ops.cute import build, loader
-from cula.ops.cute.variants import MODULES, modules_of, source_hash
+from cula.ops.cute.toolchain import build, loader
+from cula.ops.cute.toolchain.variants import MODULES, modules_of, source_hash
 from cula.version import __version__
 
 

@@ -19,7 +19,7 @@ import torch
 
 from cula import settings
 from cula.contract import DecodeProblem, KdaProblem, LightningProblem
-from cula.ops.cute import loader
+from cula.ops.cute.toolchain import loader
 
 logger = logging.getLogger("cula")
 
@@ -162,10 +162,11 @@ def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
 def _cute_sm100_why_not(op: str, problem: Problem) -> str | None:
     if op != "kda_fwd" or not isinstance(problem, KdaProblem):
         return f"has no kernel for {op}"
-    from cula.ops.cute import first_use, kda  # with the kernels' host side, which most machines have no use for
+    from cula.ops.cute import kda  # with the kernels' host side, which most machines have no use for
+    from cula.ops.cute.toolchain import self_check
 
     reason = _cute_why_not(problem, ((10, 0), (10, 3))) or _cute_why_not_kda(problem)
-    return reason or loader.missing(kda.ARCH_OF[problem.sm]) or first_use.objection(problem)
+    return reason or loader.missing(kda.ARCH_OF[problem.sm]) or self_check.objection(problem)
 
 
 def _cute_how(op: str, problem: Problem) -> str | None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from cula import compile as command
-from cula.ops.cute import build, loader, variants
+from cula.ops.cute.toolchain import build, loader, variants
 
 MODULE = "tests.support.kernels.hopper"
 

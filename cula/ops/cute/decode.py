@@ -25,8 +25,8 @@ from cula.ops.cute.common.decode_flags import (
     ZERO_IS_NULL,
 )
 from cula.ops.cute.launch import again as launch_again
-from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import address, stream_of
+from cula.ops.cute.toolchain.loader import load
 from cula.ops.host import form_of
 from cula.ops.native import Address, Recipe
 

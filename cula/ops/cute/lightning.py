@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cula.contract import LightningInputs, LightningProblem
 from cula.ops.cute.launch import again as launch_again
-from cula.ops.cute.loader import load
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
+from cula.ops.cute.toolchain.loader import load
 from cula.ops.host import form_of
 from cula.ops.native import Address, Recipe
 from cula.ops.workspace import workspace

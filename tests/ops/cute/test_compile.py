@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cula.ops.cute import build
-from cula.ops.cute.variants import MODULES
+from cula.ops.cute.toolchain import build
+from cula.ops.cute.toolchain.variants import MODULES
 from tests.support.ptx import BLACKWELL_KDA, compile_all, compiled
 from tests.support.ptx.simulate import text_folder
 from tests.support.scoreboards import NONE, Instruction, instructions, work_before

@@ -16,7 +16,8 @@ import cula
 from cula import reference
 from cula.contract import DecodeInputs, DecodeOptions, DecodeProblem, check_decode
 from cula.dispatch import choose
-from cula.ops.cute import build, decode, loader, variants
+from cula.ops.cute import decode
+from cula.ops.cute.toolchain import build, loader, variants
 from cula.reference import relative_error
 from tests.support import ptx
 from tests.support.plans import plan_on_cpu, run_plan, stand_in

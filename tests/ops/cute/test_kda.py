@@ -19,7 +19,8 @@ from cula import reference
 from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.dispatch import choose
 from cula.ops import native
-from cula.ops.cute import build, first_use, kda
+from cula.ops.cute import kda
+from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error
 from tests.support import ptx
 from tests.support.plans import plan_on_cpu, run_plan, stand_in
@@ -447,12 +448,12 @@ def test_broken_blackwell_kernels_are_noticed(interpreted, what):
     assert not is_right(BLACKWELL_SM, per_segment=100)
 
 
-def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeypatch):
-    error = lambda: first_use.worst_error("kda_f16_gate_bf16", torch.device("cpu"), BLACKWELL_SM)
+def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkeypatch):
+    error = lambda: self_check.worst_error("kda_f16_gate_bf16", torch.device("cpu"), BLACKWELL_SM)
     assert error() < 2.2e-3
-    monkeypatch.setattr(first_use, "CALLS", first_use.CALLS[:1])
+    monkeypatch.setattr(self_check, "CALLS", self_check.CALLS[:1])
     interpreted(edit=BROKEN["a window one column on"])
-    assert not error() < first_use.LIMIT
+    assert not error() < self_check.LIMIT
 
 
 # Calls that are made again

@@ -12,7 +12,8 @@ import torch
 
 from cula.contract import KdaOptions, KdaProblem
 from cula.dispatch import choose
-from cula.ops.cute import kda, loader
+from cula.ops.cute import kda
+from cula.ops.cute.toolchain import loader
 
 D, CHUNK, NUM_SMS = 128, 64, 132
 HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)

@@ -10,7 +10,8 @@ import cula
 from cula import reference
 from cula.contract import LightningInputs, LightningProblem, check_lightning
 from cula.dispatch import choose
-from cula.ops.cute import build, lightning, loader
+from cula.ops.cute import lightning
+from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, LightningCall
 from tests.support.plans import plan_on_cpu, run_plan, stand_in

@@ -12,7 +12,7 @@ import torch
 
 from cula import settings
 from cula.compile import compile_all, copy_runtime
-from cula.ops.cute import build, loader, variants
+from cula.ops.cute.toolchain import build, loader, variants
 
 ARCH, MODULES = "sm_90a", ("tests.support.kernels.hopper",)
 
@@ -85,7 +85,7 @@ def test_a_kernel_folder_serves_without_the_dsl(compiled):
     script = f"""
 import sys
 sys.modules["cutlass"] = sys.modules["nvidia_cutlass_dsl"] = None
-from cula.ops.cute import loader
+from cula.ops.cute.toolchain import loader
 assert loader.missing("{ARCH}") is None, loader.missing("{ARCH}")
 try:
     loader.load("scale", "{ARCH}", {MODULES!r})()
@@ -178,7 +178,7 @@ def test_the_digest_follows_the_sources(monkeypatch, tmp_path):
 
 
 def test_infrastructure_does_not_import_the_dsl():
-    names = ["cula.ops.cute.loader", "cula.ops.cute.build", "cula.compile"]
+    names = ["cula.ops.cute.toolchain.loader", "cula.ops.cute.toolchain.build", "cula.compile"]
     packages = {module.rpartition(".")[0] for modules in variants.MODULES.values() for module in modules}
     script = f"import sys; sys.modules['cutlass'] = None; import {', '.join([*names, *sorted(packages)])}"
     run = subprocess.run(

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from cula.ops.cute.variants import MODULES, Variant, collect, modules_of
+from cula.ops.cute.toolchain.variants import MODULES, Variant, collect, modules_of
 
 
 @pytest.fixture

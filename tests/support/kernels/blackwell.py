@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator, TmemAllocator
 
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 from tests.support.kernels.tiles import (
     BF16,
     F32,

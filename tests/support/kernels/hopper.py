@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warp as warp_mma
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 from tests.support.kernels.tiles import (
     BF16,
     F16,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cula.ops.cute import build, loader
-from cula.ops.cute.variants import modules_of
+from cula.ops.cute.toolchain.variants import modules_of
 from tests.support.ptx import launch
 from tests.support.ptx.host import Host, Tensor
 from tests.support.ptx.memory import GlobalMemory

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cula.ops.cute.common.kda import Target, arguments, kda_host, kinds
 from cula.ops.cute.common.kda_prepare_steps import VEC
 from cula.ops.cute.common.tiles import K_MAJOR, MN_MAJOR, by_head, tile_layout, tma_load, tma_store
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 
 from .kda_state import STAGES, THREADS, TILES, state_kernel
 from .tmem import umma

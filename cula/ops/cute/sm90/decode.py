@@ -56,7 +56,7 @@ from cula.ops.cute.sm90.decode_lightning import LightningFma, LightningMma
 from cula.ops.cute.sm90.decode_one import RowsOne
 from cula.ops.cute.sm90.decode_rows_fma import RowsFma
 from cula.ops.cute.sm90.decode_rows_mma import RowsMma
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 
 
 @cute.kernel

@@ -97,7 +97,7 @@ from cula.ops.cute.common.tiles import (
 )
 from cula.ops.cute.sm90.kda_rows import keep_in_range, unscale_rows
 from cula.ops.cute.sm90.kda_walk import Walk, copy_rows, decay_columns, load_v
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 
 THREADS, WALKERS = 640, 16  # the first warp that walks
 PREPARE_REGISTERS, WALK_REGISTERS = 80, 160

@@ -76,7 +76,7 @@ from cula.ops.cute.common.tiles import (
     tma_store,
     wgmma,
 )
-from cula.ops.cute.variants import Variant
+from cula.ops.cute.toolchain.variants import Variant
 
 C = 64  # tokens in a chunk
 LANES = 64  # value channels of a warpgroup

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cula.dispatch import choose
-from cula.ops.cute import first_use, kda, loader
+from cula.ops.cute import kda
+from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
@@ -24,14 +25,14 @@ def gpu(monkeypatch, tmp_path):
     made = []
 
     def finds(**found):
-        for cached in (first_use._objection, first_use._warn, first_use._gpu_with):
+        for cached in (self_check._objection, self_check._warn, self_check._gpu_with):
             cached.cache_clear()
 
         def measure(name, arch, gpu):
             made.append((name, arch, gpu))
             return found
 
-        monkeypatch.setattr(first_use, "_measure", measure)
+        monkeypatch.setattr(self_check, "_measure", measure)
         return made
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -93,7 +94,7 @@ def test_it_can_be_switched_off(gpu, monkeypatch):
 def test_hardware_with_recorded_runs_is_not_compared(gpu):
     made = gpu(error=1.0)
     assert choose("kda_fwd", HOPPER).name == "cute_sm90"
-    assert first_use.objection(HOPPER) is None
+    assert self_check.objection(HOPPER) is None
     assert not made
 
 
@@ -105,7 +106,7 @@ def test_a_call_that_is_only_described_is_not_compared(gpu):
 
 def test_the_process_that_cannot_run_is_a_failure(monkeypatch):
     monkeypatch.setattr(loader, "locate", lambda *arguments: None)
-    found = first_use._measure("no_such_kernel", "sm_100a", 99)
+    found = self_check._measure("no_such_kernel", "sm_100a", 99)
     assert list(found) == ["failure"]
     assert found["failure"]
 
@@ -115,7 +116,7 @@ def test_a_name_says_what_calls_a_kernel_takes():
         ("kda_bf16_log_f32", (False, False, torch.float32, False)),
         ("kda_f16_gate_bf16_scalar", (True, True, torch.bfloat16, True)),
     ):
-        flags = first_use.Flags.of(name)
+        flags = self_check.Flags.of(name)
         assert flags == want
-        p, _ = first_use.make(first_use.CALLS[0], flags, torch.device("cpu"), (10, 0))
+        p, _ = self_check.make(self_check.CALLS[0], flags, torch.device("cpu"), (10, 0))
         assert kda.variant(p) == name

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from cula import settings
-from cula.ops.cute import build
-from cula.ops.cute.variants import modules_of, source_hash
+from cula.ops.cute.toolchain import build
+from cula.ops.cute.toolchain.variants import modules_of, source_hash
 
 logger = logging.getLogger("cula")
 

@@ -29,7 +29,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "sm_103a": ("cula.ops.cute.sm100.kda",),
 }
 
-COMMON = Path(__file__).parent / "common"
+CUTE = Path(__file__).parent.parent
+COMMON = CUTE / "common"
+# What kernels of every architecture are made from besides: the arguments they take, and the numbers they share with other backends.
+SHARED = (CUTE / "abi.py", CUTE.parents[1] / "core" / "constants.py")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def collect(modules: Iterable[str], names: Iterable[str] | None = None) -> list[
 
 @functools.cache
 def source_hash(modules: tuple[str, ...]) -> str:
-    """A digest of all that decides what the kernels of these modules do: their folders, and `common/`.
+    """A digest of all that decides what the kernels of these modules do: their folders, `common/`, and `SHARED`.
 
     Nothing is imported but the packages the modules are in, so it works where there is no DSL. Files are named relative to
     their folder: a copy of the sources elsewhere has the same digest.
@@ -81,6 +84,8 @@ def source_hash(modules: tuple[str, ...]) -> str:
             digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(path.read_bytes())
             digest.update(b"\0")
+    for path in SHARED:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

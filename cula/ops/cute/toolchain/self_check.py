@@ -31,9 +31,10 @@ from torch import Tensor
 
 from cula import settings
 from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.ops.cute import kda, loader
-from cula.ops.cute.build import locked
-from cula.ops.cute.variants import modules_of, source_hash
+from cula.ops.cute import kda
+from cula.ops.cute.toolchain import loader
+from cula.ops.cute.toolchain.build import locked
+from cula.ops.cute.toolchain.variants import modules_of, source_hash
 
 # Architectures whose kernels have run on hardware. To add one: `pytest -m gpu` there, and its figures in docs/.
 RECORDED = frozenset({"sm_90a"})
@@ -83,7 +84,7 @@ def _objection(name: str, arch: str, gpu: int) -> str | None:
 def recorded(name: str, arch: str, gpu_name: str, gpu: int) -> dict:
     """What the check found, {"error": figure} or {"failure": sentence}; runs it unless this machine has."""
     slug = re.sub(r"\W+", "-", gpu_name)
-    path = settings.cache_dir() / "first-use" / f"{name}-{arch}-{source_hash(modules_of(arch))}-{slug}.json"
+    path = settings.cache_dir() / "self-check" / f"{name}-{arch}-{source_hash(modules_of(arch))}-{slug}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):  # other ranks wait for the first
@@ -103,7 +104,7 @@ def _measure(name: str, arch: str, gpu: int) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "found.json"
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-        command = [sys.executable, "-m", "cula.ops.cute.first_use", name, str(gpu), str(out)]
+        command = [sys.executable, "-m", "cula.ops.cute.toolchain.self_check", name, str(gpu), str(out)]
         try:
             run = subprocess.run(
                 command,
@@ -215,7 +216,7 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m cula.ops.cute.first_use", description="The process of the check.")
+    parser = argparse.ArgumentParser(prog="python -m cula.ops.cute.toolchain.self_check", description="The process of the check.")
     parser.add_argument("kernel")
     parser.add_argument("gpu", type=int)
     parser.add_argument("out", type=Path)

@@ -2,7 +2,7 @@
 """Compile variants for an architecture, without a GPU, into `.so` files and a few facts about each.
 
 CuTe DSL fixes the architecture when it is first imported, so every build runs in a process of its own, whatever the caller
-has imported: `build(...)` starts `python -m cula.ops.cute.build ...` and reads what it leaves behind.
+has imported: `build(...)` starts `python -m cula.ops.cute.toolchain.build ...` and reads what it leaves behind.
 
 For each variant the folder gets `NAME.so`, which tvm-ffi loads, and `NAME.json`, its `Facts`; with `keep_text` also `NAME.ptx`,
 `NAME.cubin` and `NAME.host.mlir`, the device and the host code. Files appear whole or not at all: they are written under another
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cula.ops.cute.variants import Variant, collect
+from cula.ops.cute.toolchain.variants import Variant, collect
 
 DSL = "nvidia-cutlass-dsl"
 # The release that kernels are written for and checked with; the one in pyproject.toml.
@@ -151,7 +151,16 @@ def build(
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         listing = Path(scratch) / "built.json"
-        command = [sys.executable, "-m", "cula.ops.cute.build", arch, str(out.absolute()), str(listing), "--modules", *modules]
+        command = [
+            sys.executable,
+            "-m",
+            "cula.ops.cute.toolchain.build",
+            arch,
+            str(out.absolute()),
+            str(listing),
+            "--modules",
+            *modules,
+        ]
         command += ["--names", *names] if names is not None else []
         command += ["--keep-text"] if keep_text else []
         command += ["--reuse"] if reuse else []
@@ -176,7 +185,7 @@ def read_facts(folder: Path, name: str) -> Facts:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m cula.ops.cute.build", description="The process behind build(); not a command."
+        prog="python -m cula.ops.cute.toolchain.build", description="The process behind build(); not a command."
     )
     parser.add_argument("arch")
     parser.add_argument("out", type=Path)

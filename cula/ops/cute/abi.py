@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses from host to kernel, described once for each CuTe host function. Free of cutlass.
+
+An `Abi` lists the arguments of a host function by name, in order, with their types:
+
+    ABI = Abi("kda", addresses(q=16, k=16, ..., cu=4), i64("q_token", "q_head"), i32("T", "N"), f32("scale"))
+
+Everything that handles those arguments is made from it: the host call (`pack`), what the function is compiled for
+(`common/arguments.py`), the recorded launch (`alignments`), and the simulator's arguments, which are the host call's. The host
+function itself spells its parameters out, and `check_host_function` compares them with the description before any compiling.
+
+A `Workspace` lists what kernels of one call hand on to each other, section by section. Its offsets are computed by the same
+function on the host, with numbers, and in the host function, with the DSL's own integers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+ADDRESS, I64, I32, F32 = "address", "i64", "i32", "f32"
+# How a host function may annotate a parameter of each type.
+ANNOTATIONS = {ADDRESS: ("Int64",), I64: ("Int64",), I32: ("I32", "Int32"), F32: ("F32", "Float32")}
+RANGES = {I64: 2**63, I32: 2**31}
+
+
+class Arg(NamedTuple):
+    """One argument."""
+
+    name: str
+    type: str
+    align: int = 1  # of an address: bytes that it is a multiple of
+
+
+def addresses(**align: int) -> tuple[Arg, ...]:
+    """Addresses of tensors, each with its alignment in bytes."""
+    return tuple(Arg(name, ADDRESS, of) for name, of in align.items())
+
+
+def i64(*names: str) -> tuple[Arg, ...]:
+    return tuple(Arg(name, I64) for name in names)
+
+
+def i32(*names: str) -> tuple[Arg, ...]:
+    return tuple(Arg(name, I32) for name in names)
+
+
+def f32(*names: str) -> tuple[Arg, ...]:
+    return tuple(Arg(name, F32) for name in names)
+
+
+class Abi:
+    """The arguments of one host function: addresses first, then numbers. A stream comes last and is not listed."""
+
+    def __init__(self, name: str, *parts: tuple[Arg, ...]):
+        self.name = name
+        self.args = tuple(itertools.chain.from_iterable(parts))
+        names = [a.name for a in self.args]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{name}: an argument is named twice in {names}")
+        is_address = [a.type == ADDRESS for a in self.args]
+        if is_address != sorted(is_address, reverse=True):
+            raise ValueError(f"{name}: addresses come before numbers")
+        self.addresses = tuple(a for a in self.args if a.type == ADDRESS)
+        self.numbers = tuple(a for a in self.args if a.type != ADDRESS)
+
+    def pack_addresses(self, given: Mapping[str, int]) -> tuple[int, ...]:
+        """The addresses in order; every one is named, 0 stands for a tensor that a call does not have."""
+        return tuple([int(x) for x in self._ordered(self.addresses, given)])
+
+    def pack_numbers(self, given: Mapping[str, int | float | bool]) -> tuple[int | float, ...]:
+        """The numbers in order, as the types they are described by."""
+        values = self._ordered(self.numbers, given)
+        return tuple([self._number(a, x) for a, x in zip(self.numbers, values)])
+
+    def _ordered(self, args: tuple[Arg, ...], given: Mapping[str, Any]) -> list[Any]:
+        if len(given) != len(args) or any(a.name not in given for a in args):
+            wanted = [a.name for a in args]
+            missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
+            raise TypeError(f"{self.name}: arguments missing: {missing or 'none'}; unknown: {unknown or 'none'}")
+        return [given[a.name] for a in args]
+
+    def _number(self, a: Arg, x: int | float | bool) -> int | float:
+        if a.type == F32:
+            return float(x)
+        if isinstance(x, float):
+            raise TypeError(f"{self.name}: {a.name} is {x!r}; expected an integer ({a.type})")
+        if not -RANGES[a.type] <= x < RANGES[a.type]:
+            raise OverflowError(f"{self.name}: {a.name} is {x}, which does not fit {a.type}")
+        return int(x)
+
+
+def check_host_function(abi: Abi, host: Callable[..., Any]) -> None:
+    """TypeError unless the host function's first parameters are those of the description: names, order and types."""
+    parameters = list(inspect.signature(host).parameters.values())[: len(abi.args)]
+    for a, p in itertools.zip_longest(abi.args, parameters):
+        annotation = None if p is None else p.annotation if isinstance(p.annotation, str) else p.annotation.__name__
+        if a is None or p is None or p.name != a.name or annotation not in ANNOTATIONS[a.type]:
+            described = "nothing" if a is None else f"{a.name}: {a.type}"
+            found = "nothing" if p is None else f"{p.name}: {annotation}"
+            raise TypeError(f"{abi.name}: the description has {described} where the host function has {found}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a workspace."""
+
+    name: str
+    count: str  # of what there is one each: a name that `Workspace.offsets` is given a number for
+    bytes: int  # of each
+    align: int = 128  # the next section begins at a multiple of this
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the kernels of a call hand on to each other, one section behind the other."""
+
+    sections: tuple[Section, ...]
+
+    def offsets(self, **counts: Any) -> dict[str, Any]:
+        """Where each section begins, and the `"end"`. Counts may be Python's integers or the DSL's."""
+        return dict(self._offsets(counts))
+
+    def _offsets(self, counts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        at: Any = 0
+        for s in self.sections:
+            yield s.name, at
+            size = counts[s.count] * s.bytes
+            if s.bytes % s.align:
+                size = (size + (s.align - 1)) // s.align * s.align
+            at = at + size
+        yield "end", at
