@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from cula import contract, reference
-from cula.contract import KdaInputs, KdaOptions
-from cula.dispatch import choose
+from cula import reference
+from cula.core.dispatch import choose
+from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.utils import describe_device
 
 GATES = {"fast": ("bounded", 0.0), "slow": ("bounded", -8.0), "softplus": ("softplus", 0.0)}
 
 
-def make(T: int, H: int, gate: str) -> tuple[contract.KdaProblem, KdaInputs]:
+def make(T: int, H: int, gate: str) -> tuple[KdaProblem, KdaInputs]:
     form, shift = GATES[gate]
     gen = torch.Generator("cuda").manual_seed(0)
 
@@ -43,7 +43,7 @@ def make(T: int, H: int, gate: str) -> tuple[contract.KdaProblem, KdaInputs]:
         safe_gate=form == "bounded",
         output_final_state=True,
     )
-    return contract.check_kda(x, options)
+    return check_kda(x, options)
 
 
 def graph_time(call, repeats: int = 20) -> float:
@@ -75,7 +75,7 @@ def kernel_times(call, repeats: int = 5) -> dict[str, float]:
     return dict(sorted(rows.items(), key=lambda item: -item[1]))
 
 
-def forward_error(problem: contract.KdaProblem, x: KdaInputs, o: torch.Tensor) -> float:
+def forward_error(problem: KdaProblem, x: KdaInputs, o: torch.Tensor) -> float:
     """Of the first head's first tokens, which depend on nothing after them."""
     opt = problem.options
     first = [t[:, :256, :1] for t in (x.q, x.k, x.v, x.g, x.beta)]

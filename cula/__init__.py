@@ -5,6 +5,7 @@ Level 1 is here: `cula_kda`, `cula_lightning`, `cula_decode` and `explain`. Leve
 `cula.lightning`, `cula.utils`. Level 2, many GPUs: `cula.dist`. The definitions in float64: `cula.reference`.
 """
 
+from cula import registry as registry
 from cula.api import cula_decode, cula_kda, cula_lightning, explain
 from cula.version import __version__
 

@@ -8,7 +8,7 @@ import platform
 import torch
 
 import cula
-from cula.dispatch import BACKENDS
+from cula.core.dispatch import BACKENDS
 from cula.utils import describe_device
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cula.contract import compute_capability
+from cula.core.checks import compute_capability
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -59,6 +59,6 @@ def describe_device(device: torch.device | str | None = None) -> str:
 
 def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable[..., Any]:
     """The fastest KDA prefill with `chunk_kda`'s signature for a device: fused where one exists, else the modular path."""
-    from cula.kda.chunk import chunk_kda, fused_kda
+    from cula.kda.fla import chunk_kda, fused_kda
 
     return fused_kda if is_hopper(device) or is_blackwell(device) else chunk_kda

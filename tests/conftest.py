@@ -15,7 +15,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from cula.dispatch import BACKENDS  # noqa: E402
+from cula.core.dispatch import BACKENDS  # noqa: E402
 
 LONG = ("test_ranks.py", "test_on_gpu.py") if HAS_GPU else ("test_compile.py",)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cula.dispatch import BACKENDS
+from cula.core.dispatch import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -2,9 +2,10 @@
 import pytest
 import torch
 
-from cula import contract, utils
+from cula import utils
+from cula.core import checks
 from cula.kda import chunk_kda
-from cula.kda.chunk import fused_kda
+from cula.kda.fla import fused_kda
 
 
 def test_a_cpu_has_no_compute_capability():
@@ -24,7 +25,7 @@ def test_a_cpu_has_no_compute_capability():
     [((9, 0), True, False), ((10, 0), False, True), ((10, 3), False, True), ((12, 0), False, False)],
 )
 def test_architectures_by_compute_capability(monkeypatch, sm, hopper, blackwell):
-    monkeypatch.setattr(contract, "_capability_of", lambda index: sm)
+    monkeypatch.setattr(checks, "_capability_of", lambda index: sm)
     device = torch.device("cuda:0")
     assert utils.get_device_sm_version(device) == sm
     assert utils.is_hopper(device) is hopper
@@ -39,5 +40,5 @@ def test_the_modular_path_where_nothing_is_fused():
     ("sm", "is_fused"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
 )
 def test_the_fused_path_where_there_is_one(monkeypatch, sm, is_fused):
-    monkeypatch.setattr(contract, "_capability_of", lambda index: sm)
+    monkeypatch.setattr(checks, "_capability_of", lambda index: sm)
     assert (utils.get_kda_fused_fwd("cuda:0") is fused_kda) is is_fused

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-OPS = ("kda_prefill", "kda_train", "lightning_prefill", "lightning_train", "kda_decode", "lightning_decode")
-GATES = ("fast", "slow", "init")
+from cula.bench.family import bench_of
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # name on the command line -> what it switches on
@@ -26,7 +26,10 @@ ALL_FLAGS = ("gate", "sigmoid", "norm", "h0", "ht")
 
 @dataclass(frozen=True)
 class Case:
-    """One row. `lens` holds the length of every sequence; a decode has N = len(lens) rows of lens[0] tokens."""
+    """One row. `op` is `<family>_prefill`, `<family>_train` or `<family>_decode`.
+
+    `lens` holds the length of every sequence; a decode has N = len(lens) rows of lens[0] tokens.
+    """
 
     suite: str
     op: str
@@ -35,7 +38,7 @@ class Case:
     HV: int
     K: int = 128
     V: int = 128
-    gate: str = "fast"  # Lightning: "slopes"
+    gate: str = "fast"  # a distribution of gates, by the names of the family
     dtype: str = "bfloat16"
     flags: tuple[str, ...] = ALL_FLAGS
     packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
@@ -71,8 +74,8 @@ class Case:
         return self.op.endswith("train")
 
     @property
-    def is_kda(self) -> bool:
-        return self.op.startswith("kda")
+    def family(self) -> str:
+        return self.op.rpartition("_")[0]
 
     @property
     def is_host(self) -> bool:
@@ -100,7 +103,7 @@ class Case:
         parts = [self.shape]
         if (self.K, self.V) != (128, 128):
             parts.append(f"K={self.K} V={self.V}")
-        if self.is_kda:
+        if bench_of(self.family).gates:
             parts.append(self.gate)
         if self.pool != "float32":
             parts.append(f"{self.pool} states")

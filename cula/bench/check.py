@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cula import reference
 from cula.bench.cases import Case
+from cula.bench.family import bench_of
 from cula.bench.inputs import Inputs
 
 CHUNK = 32
@@ -74,7 +75,7 @@ def expected(x: Inputs, part: Slice) -> Outputs:
     """The slice in float64: o, the last states, and in training the gradients of sum(o do)."""
     case = x.case
     leaves: dict[str, Tensor] = {}
-    sources = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "A_log": x.A_log, "dt_bias": x.dt_bias, "h0": x.h0}
+    sources = x.leaves()
     if case.is_decode and x.h0 is not None and x.state_indices is not None:
         sources["h0"] = x.h0[x.state_indices.long()]
     for name, t in sources.items():
@@ -96,21 +97,8 @@ def expected(x: Inputs, part: Slice) -> Outputs:
 
 def _recurrence(x: Inputs, at: dict[str, Tensor], part: Slice) -> tuple[Tensor, Tensor]:
     """(o [tokens, hv, V], states [n, hv, V, K]) of a slice whose tokens lie end to end."""
-    case, G = x.case, x.case.HV // x.case.H
-    q, k, beta = at["q"], at["k"], at.get("beta")
-    if case.is_kda and case.has("norm"):
-        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-    q, k = (t.repeat_interleave(G, dim=1) for t in (q * case.K**-0.5, k))  # [tokens, hv, K]
-    if case.is_kda:
-        g = at["g"]
-        if case.has("gate"):
-            g = reference.kda_gate(g[None], at.get("A_log"), at.get("dt_bias"), x.lower_bound)[0]
-        g = g[..., None].expand(k.shape) if g.dim() == 2 else g
-        if case.has("sigmoid") and beta is not None:
-            beta = beta.sigmoid()
-    else:
-        assert x.decay is not None
-        g = -_value_heads(x.decay.double(), 0, case, part)[None, :, None].expand(k.shape)
+    case = x.case
+    q, k, g, beta = bench_of(case.family).recurrence(x, at, lambda t: _value_heads(t, 0, case, part))
     outputs, states, first = [], [], 0
     for i, n in enumerate(part.sequences):
         length = case.lens[n] if part.tokens is None else min(part.tokens, case.lens[n])

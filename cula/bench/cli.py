@@ -13,7 +13,8 @@ import torch
 from cula.bench import compare as comparing
 from cula.bench import report as reporting
 from cula.bench import results, runner, suites
-from cula.bench.cases import DTYPES, FLAGS, GATES
+from cula.bench.cases import DTYPES, FLAGS
+from cula.bench.family import all_gates
 from cula.bench.peers import PEERS, Peer
 
 EXAMPLES = """examples:
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure suites and write a result file")
-    listed = "; ".join(f"{name}: {what}" for name, what in suites.SUITES.items())
+    listed = "; ".join(f"{name}: {what}" for name, what in suites.known().items())
     run.add_argument("suites", nargs="+", metavar="SUITE", help=f"{listed}; or 'all'")
     run.add_argument("--out", type=Path, default=Path("bench.json"), help="result file (default: %(default)s)")
     run.add_argument("--resume", action="store_true", help="add the cases that the file does not hold yet")
@@ -60,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     shape.add_argument("--lens", type=numbers, default=(), metavar="L,...", help="lengths of packed sequences")
     shape.add_argument("--k", type=int, help="head dim of q and k")
     shape.add_argument("--v", type=int, help="head dim of v")
-    shape.add_argument("--gate", type=words, default=(), metavar="NAME,...", help=f"some of {','.join(GATES)}")
+    shape.add_argument("--gate", type=words, default=(), metavar="NAME,...", help=f"some of {','.join(all_gates())}")
     shape.add_argument("--dtype", choices=list(DTYPES))
     shape.add_argument("--flags", type=suites.parse_flags, help=f"all, none, or some of {', '.join(FLAGS)}")
     report = commands.add_parser("report", help="Markdown and pictures from result files")
@@ -87,10 +88,10 @@ def chosen_peers(text: str) -> tuple[Peer, ...]:
 
 def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
-    bad = [gate for gate in args.gate if gate not in GATES]
+    bad = [gate for gate in args.gate if gate not in all_gates()]
     if bad:
-        raise ValueError(f"unknown gates {bad}; choose from {list(GATES)}")
-    names = list(suites.SUITES) if args.suites == ["all"] else args.suites
+        raise ValueError(f"unknown gates {bad}; choose from {list(all_gates())}")
+    names = list(suites.known()) if args.suites == ["all"] else args.suites
     custom = suites.Custom(args.t, args.h, args.hv, args.b, args.lens, args.k, args.v, args.gate, args.dtype, args.flags)
     cases = suites.build(names, device.type, custom, args.shapes_limit)
     record = {"suites": names, "shapes_limit": args.shapes_limit}

@@ -31,8 +31,8 @@ WARM_UP, REPEATS = 2, 9
 def why_not(case: Case) -> str | None:
     if importlib.util.find_spec("cula.dist") is None:
         return "cula.dist is not part of this build"
-    if case.packed or case.op != "kda_prefill":
-        return "the suite measures KDA prefill of equal lengths"
+    if case.packed or not case.op.endswith("_prefill"):
+        return "the suite measures prefills of equal lengths"
     return None
 
 
@@ -80,16 +80,16 @@ def _call(x: Inputs, backend: str, rank: int, world: int) -> Any:
     """This rank's share, cut beforehand: what a model that runs in parallel has at hand."""
     from cula import dist as parallel
 
-    _, args, options = Cula(backend).signature(x)
+    function, args, options = Cula(backend).call(x)
     if x.case.mode == "tp":
         options |= {"tp_group": None, "tp_size": world, "tp_rank": rank}
-        return lambda: parallel.cula_kda_tp(*args, **options)
+        return lambda: getattr(parallel, f"{function.__name__}_tp")(*args, **options)
     T = x.q.shape[1]
     first, end = rank * T // world, (rank + 1) * T // world
-    share: list[Tensor] = [t[:, first:end].contiguous() for t in args]
+    share: list[Tensor] = [t[:, first:end].contiguous() if t.shape[1:2] == (T,) else t for t in args]
     options |= {"cp_mode": x.case.mode.removeprefix("cp-"), "broadcast_final_state": True}
     options |= {"sp_group": None, "sp_size": world, "sp_rank": rank}
-    return lambda: parallel.cula_kda_cp(*share, **options)
+    return lambda: getattr(parallel, f"{function.__name__}_cp")(*share, **options)
 
 
 def _slowest(run: Any, device: torch.device) -> float:

@@ -16,13 +16,13 @@ import time
 import torch
 
 from cula.bench.cases import DTYPES, Case
+from cula.bench.family import bench_of
 
 
 def floor_bytes(case: Case) -> int:
     e, state_bytes = case.torch_dtype.itemsize, DTYPES[case.pool].itemsize
     tokens_in = 2 * case.H * case.K * e + case.HV * case.V * e
-    if case.is_kda:
-        tokens_in += case.HV * ((1 if case.has("scalar") else case.K) * e + e)
+    tokens_in += bench_of(case.family).token_bytes(case)
     o = case.HV * case.V * e
     state = case.N * case.HV * case.V * case.K * state_bytes
     if case.is_decode:

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a case: random, never zeros, with gates as models have them.
-
-| gate | log decay of a channel | how long a state lasts |
-|---|---|---|
-| `fast` | `-5 sigmoid(N(0, 1))` | about ten tokens |
-| `slow` | `-5 sigmoid(N(0, 1) - 10)` | thousands of tokens |
-| `init` | `-A softplus(N(0, 1) + b)`, A ~ U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1] | how a Kimi model starts |
-| `slopes` | Lightning: `-2^(-8 (h + 1) / HV)` | from two tokens to hundreds |
+"""The tensors of a case: random, never zeros, with gates as models have them (a family's `bench.py` lists those).
 
 Without a flag the tensor comes as the kernel then needs it: log decays instead of raw gates, betas in (0, 1), unit q and k.
 """
@@ -14,24 +7,24 @@ Without a flag the tensor comes as the kernel then needs it: log decays instead 
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula import reference
 from cula.bench.cases import DTYPES, Case
+from cula.bench.family import bench_of
 
-LOWER_BOUND = -5.0
-SLOW_BIAS = -10.0
 SPARE_SLOTS = 3  # of a decode pool, so that slots and rows never coincide by accident
 
 
 @dataclass
 class Inputs:
-    """Shapes as in `cula.contract`. For decode, B is N and `h0` is the pool, read through `state_indices`."""
+    """Shapes as in a family's inputs. For decode, B is N and `h0` is the pool, read through `state_indices`.
+
+    Gates, betas and decays are None where a family has none; what has no field here is in `own`.
+    """
 
     case: Case
     q: Tensor
@@ -47,6 +40,14 @@ class Inputs:
     state_indices: Tensor | None = None  # int32
     do: Tensor | None = None  # training: the gradient of o
     lower_bound: float | None = None
+    own: dict[str, Tensor] = field(default_factory=dict)
+
+    def leaves(self) -> dict[str, Tensor | None]:
+        """The tensors that training differentiates, by name."""
+        return {name: self.tensor(name) for name in bench_of(self.case.family).leaves}
+
+    def tensor(self, name: str) -> Tensor | None:
+        return self.own[name] if name in self.own else getattr(self, name)
 
     @property
     def device(self) -> torch.device:
@@ -72,61 +73,41 @@ class Inputs:
         return t.reshape(-1, *t.shape[2:])
 
 
+@dataclass
+class Random:
+    """Random tensors of one case, in the order in which they are asked for."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+
 def make(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """The tensors of a case; the same case and seed give the same values on the same kind of device."""
-    gen = torch.Generator(device).manual_seed(seed)
-    dtype = case.torch_dtype
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device, dtype=dtype)
-
+    random = Random(torch.Generator(device).manual_seed(seed), device, case.torch_dtype)
     B, T = (1, case.T) if case.packed else (case.N, case.lens[0])
-    q, k, v = normal(B, T, case.H, case.K), normal(B, T, case.H, case.K), normal(B, T, case.HV, case.V)
-    if not (case.is_kda and case.has("norm")):
-        q, k = (torch.nn.functional.normalize(t.float(), dim=-1).to(dtype) for t in (q, k))
-    x = Inputs(case, q, k, v)
-    if case.is_kda:
-        _add_gate(x, gen)
-        assert x.g is not None
-        x.beta = normal(B, T, case.HV)
-        if not case.has("sigmoid"):
-            x.beta = x.beta.sigmoid()
-    else:
-        slopes = torch.arange(1, case.HV + 1, device=device, dtype=torch.float32)
-        x.decay = torch.exp2(-8.0 * slopes / case.HV)
+    q, k = random.normal(B, T, case.H, case.K), random.normal(B, T, case.H, case.K)
+    x = Inputs(case, q, k, random.normal(B, T, case.HV, case.V))
+    bench_of(case.family).add_inputs(x, random)
     if case.is_decode:
         slots = case.N + SPARE_SLOTS
-        x.h0 = normal(slots, case.HV, case.V, case.K, dtype=DTYPES[case.pool])
-        x.state_indices = torch.randperm(slots, generator=gen, device=device)[: case.N].to(torch.int32)
+        x.h0 = random.normal(slots, case.HV, case.V, case.K, dtype=DTYPES[case.pool])
+        x.state_indices = torch.randperm(slots, generator=random.generator, device=device)[: case.N].to(torch.int32)
     elif case.has("h0"):
-        x.h0 = normal(case.N, case.HV, case.V, case.K, dtype=torch.float32)
+        x.h0 = random.normal(case.N, case.HV, case.V, case.K, dtype=torch.float32)
     if case.packed:
         x.cu_seqlens = x.offsets(torch.int32)
     if case.is_train:
-        x.do = normal(B, T, case.HV, case.V)
+        x.do = random.normal(B, T, case.HV, case.V)
     return x
 
 
-def _add_gate(x: Inputs, gen: torch.Generator) -> None:
-    """g, and the gate's parameters or the log decays they make."""
-    case = x.case
-    tail = (case.HV,) if case.has("scalar") else (case.HV, case.K)
-    g = torch.randn((*x.q.shape[:2], *tail), generator=gen, device=x.device, dtype=case.torch_dtype)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=gen, device=x.device)
-
-    lower_bound: float | None = LOWER_BOUND
-    A_log = 0.1 * (uniform(case.HV) - 0.5)
-    dt_bias = 0.1 * (uniform(*tail) - 0.5)
-    if case.gate == "slow":
-        dt_bias = dt_bias + SLOW_BIAS
-    elif case.gate == "init":
-        lower_bound = None
-        A_log = (1 + 15 * uniform(case.HV)).log()
-        dt = (math.log(1e-3) + uniform(*tail) * (math.log(1e-1) - math.log(1e-3))).exp()
-        dt_bias = dt + (-torch.expm1(-dt)).log()  # softplus(dt_bias) == dt
-    if case.has("gate"):
-        x.g, x.A_log, x.dt_bias, x.lower_bound = g, A_log, dt_bias, lower_bound
-    else:
-        x.g = reference.kda_gate(g, A_log, dt_bias, lower_bound).to(case.torch_dtype)
+def normalise(x: Inputs) -> None:
+    """Unit q and k, for families and flags that do not normalise in the kernel."""
+    x.q, x.k = (torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype) for t in (x.q, x.k))

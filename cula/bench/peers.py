@@ -21,8 +21,6 @@ from cula.bench.cases import Case
 from cula.bench.check import Outputs
 from cula.bench.inputs import Inputs
 
-LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")
-
 
 @dataclass(frozen=True)
 class Call:
@@ -64,7 +62,7 @@ class Peer:
 
 def training_call(x: Inputs, forward: Callable[[dict[str, Tensor | None]], tuple[Tensor, Any]], note: str = "") -> Call:
     """Forward and backward as one call, gradients of every input. `forward` takes the leaves by name."""
-    given = {name: getattr(x, name) for name in LEAVES}
+    given = x.leaves()
     leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in given.items()}
     wanted = {name: t for name, t in leaves.items() if t is not None}
 
@@ -94,7 +92,9 @@ class Fla(Peer):
             return "its kernels need a GPU"
         if case.is_decode and case.lens[0] > 1:
             return "several tokens a row: its draft tokens need a slot each"
-        if not case.is_kda and case.HV != case.H:
+        if case.family not in ("kda", "lightning"):
+            return "not compared on this family"
+        if case.family == "lightning" and case.HV != case.H:
             return "its Lightning kernels take as many value heads as query/key heads"
         if case.is_decode and case.has("scalar"):
             return "its gated delta rule decode takes no pool of states"
@@ -103,13 +103,13 @@ class Fla(Peer):
     def prepare(self, x: Inputs) -> Call:
         case = x.case
         if case.is_decode:
-            return self._kda_decode(x) if case.is_kda else self._lightning_decode(x)
+            return self._kda_decode(x) if case.family == "kda" else self._lightning_decode(x)
         packing = {}
         if case.packed:
             offsets = x.offsets(torch.int64)
             packing = {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets.cpu()}
         common: dict[str, Any] = {"output_final_state": case.has("ht"), "state_v_first": True, **packing}
-        if not case.is_kda:
+        if case.family == "lightning":
             chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
             assert x.decay is not None
             g_gamma = -x.decay
@@ -137,7 +137,7 @@ class Fla(Peer):
 
         if case.is_train:
             return training_call(x, forward)
-        tensors = {name: getattr(x, name) for name in LEAVES}
+        tensors = x.leaves()
         return Call(lambda: forward(tensors), read_pair)
 
     def _kda_decode(self, x: Inputs) -> Call:

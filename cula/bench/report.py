@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cula.bench import plots, summary
+from cula.bench import plots, suites, summary
 from cula.bench.progress import table
 from cula.bench.results import Result, short_name
-from cula.bench.suites import SUITES
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 Row = summary.Row
@@ -22,7 +21,7 @@ def merge(loaded: Sequence[Result]) -> list[Row]:
     Rows of a forced backend are cases of their own, after those that left the choice to dispatch.
     """
     rows = {(row["id"], row.get("forced")): row for result in loaded for row in result["rows"]}
-    order = list(SUITES)
+    order = list(suites.known())
     return sorted(rows.values(), key=lambda row: (order.index(row["suite"]), row.get("forced") or ""))
 
 
@@ -145,7 +144,7 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
             cells += [summary.error(summary.largest_error(other))] + ([_mib(other)] if has_peak else [])
         lines.append(cells)
     after = [f"- {text}" for text in summary.more_tokens(rows)]
-    return [f"## {suite}: {SUITES[suite]}", "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
+    return [f"## {suite}: {suites.known()[suite]}", "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
 
 
 def _time(entry: dict[str, Any], metric: str) -> str:

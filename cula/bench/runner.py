@@ -191,7 +191,7 @@ def _dist_entries(x: Inputs, settings: Settings, want: check.Outputs, part: chec
 def _choice(ours: Cula, x: Inputs) -> dict[str, Any]:
     try:
         choice = ours.explain(x)
-        backward = ours.backward_backend(x)
+        backward = None if choice.backward is None else choice.backward.name
     except Exception as error:  # the entry has the same exception as its failure
         return {"backend": None, "backend_bwd": None, "passed_over": [["", timing.first_line(error)]]}
     return {"backend": choice.name, "backend_bwd": backward, "passed_over": [list(pair) for pair in choice.passed_over]}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula.contract import POOL_DTYPES, ArgumentTypeError
+from cula.core.checks import POOL_DTYPES, ArgumentTypeError
 
 
 def alloc_state_buffer(

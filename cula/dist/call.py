@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from cula.dist.comm import Channel, broadcast, collect_rows, group_state, scatter_rows, sum_to
 from cula.dist.cost import Schedule
-from cula.dist.kernels import Inputs, Kernels
+from cula.dist.kernels import Inputs, LocalKernels
 from cula.dist.scan import Affine, Neighbours, scan
 from cula.dist.varlen import Layout
 
@@ -27,7 +27,7 @@ from cula.dist.varlen import Layout
 class Call:
     """Everything about a call but its tensors."""
 
-    kernels: Kernels
+    kernels: LocalKernels
     layout: Layout
     schedule: Schedule
     group: dist.ProcessGroup | None  # None: a single rank
@@ -66,7 +66,7 @@ class Call:
         elif near.before or near.after:
             affine = None
             if share.num_after:
-                affine = Affine(*self.kernels.map(self.kernels.piece(x, share.tokens(share.rows_out))))
+                affine = Affine(*self.kernels.transition(self.kernels.piece(x, share.tokens(share.rows_out))))
                 if share.is_passage:
                     M = affine.M
                 else:
@@ -122,7 +122,7 @@ class Call:
         return _NoChannel() if self.group is None else Channel(self.group, self.number, is_backward)
 
     def _scan(self, channel: Any, near: Neighbours, affine: Affine | None, like: Tensor) -> Tensor | None:
-        return scan(channel, self.schedule, near, affine, like, like.shape[3] if self.kernels.has_dense_map else 1)
+        return scan(channel, self.schedule, near, affine, like, like.shape[3] if self.kernels.has_dense_transition else 1)
 
     def _spread(self, channel: Any, rows: Tensor | None, owners: tuple[int, ...], root: int, row: Tensor) -> Tensor:
         """Rows [N, ...] of `root` to the ranks that own them."""

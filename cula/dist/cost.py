@@ -59,7 +59,7 @@ class Load:
     K: int
     V: int
     tokens: int  # on one rank, all sequences together
-    has_dense_map: bool  # KDA; Lightning's M is one number a head
+    has_dense_transition: bool  # KDA; Lightning's M is one number a head
     with_backward: bool
 
     @property
@@ -69,11 +69,11 @@ class Load:
     @property
     def map_bytes(self) -> int:
         """Of M alone."""
-        return self.states * self.heads * (self.K * self.K if self.has_dense_map else 1) * FP32
+        return self.states * self.heads * (self.K * self.K if self.has_dense_transition else 1) * FP32
 
     @property
     def apply_flops(self) -> int:
-        return 2 * self.states * self.heads * self.V * self.K * (self.K if self.has_dense_map else 1)
+        return 2 * self.states * self.heads * self.V * self.K * (self.K if self.has_dense_transition else 1)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def work(load: Load) -> Work:
     forward 1.361 ms, map 1.088 ms, backward 3.961 ms (Triton); the gradient of the first state 1.14 forwards (PyTorch).
     """
     K, V, C = load.K, load.V, CHUNK
-    if load.has_dense_map:
+    if load.has_dense_transition:
         forward = 6 * K * V + 4 * C * (K + V)
         return Work(forward, map=0.8 * forward, backward=2.9 * forward, state_grad=1.14 * forward)
     forward = 4 * K * V + 2 * C * (K + V)

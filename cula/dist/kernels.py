@@ -1,179 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four passes over a rank's own tokens that context parallelism is made of, for KDA and for Lightning.
+"""The four passes over a rank's own tokens that context parallelism is made of, for any family.
 
     forward      outputs and last states, given first states
-    map          (M, B) of each sequence: last state = first state @ M + B
+    transition   (M, B) of each sequence: last state = first state @ M + B
     backward     gradients of all inputs and of the first states, given gradients of outputs and last states
     state_grad   gradients of the first states alone
 
-Each is a kernel of `cula.ops`, chosen by `cula.dispatch` as for a call of level 1. Where the backend of the backward has
-no `state_grad` of its own, its whole backward gives the same number; where that of Lightning's forward has no `map`, a
-forward from zero does. A rank without tokens needs none of them.
+Each is a kernel of `cula.ops`, chosen as for a call of level 1. Where the backend of the backward has no `state_grad` of its
+own, its whole backward gives the same number; where that of the forward has no `transition` and the family's M is a formula, a
+forward from zero gives B. A rank without tokens needs none of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula.contract import (
-    KdaInputs,
-    KdaOptions,
-    KdaProblem,
-    LightningInputs,
-    LightningProblem,
-    check_kda,
-    check_lightning,
-)
-from cula.dispatch import choose, select
+from cula.core.dispatch import choose
+from cula.core.family import Family
+from cula.core.problem import Problem
 
-Inputs = Any  # KdaInputs or LightningInputs: both have q, v, initial_state and cu_seqlens
+Inputs = Any  # of a family; all have q, v, initial_state and cu_seqlens
 
 
-class Kernels(Protocol):
-    """What KDA and Lightning have in common here. x are the tensors of level 1 with local tokens and first states."""
+@dataclass(frozen=True)
+class LocalKernels:
+    """The passes of one call. Inputs are the tensors of level 1 with local tokens and first states."""
 
-    has_dense_map: bool
+    family: Family
+    options: Any
+    backend: str
+    needs_grad: bool
+    who: str
+
+    @property
+    def has_dense_transition(self) -> bool:
+        return self.family.transition.is_dense
 
     def piece(self, x: Inputs, tokens: slice) -> Inputs:
-        """Some of the tokens, as one sequence (or one batch) without a first state. `map` and `state_grad` take these."""
+        """Some of the tokens, as one sequence (or one batch) without a first state. `transition` and `state_grad` take these."""
+        cut = {name: getattr(x, name)[:, tokens] for name in self.family.token_inputs}
+        return x._replace(**cut, initial_state=None, cu_seqlens=None)
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """(o, last states, what the backward wants kept)."""
+        if x.q.shape[1] == 0:
+            return x.v.new_empty(x.v.shape), _unchanged(x, x.initial_state), ()
+        problem, x = self._problem(x)
+        chosen = choose(self._op("fwd"), problem, self.backend)
+        # what a forward keeps is for the backward of the same backend
+        keeps = self.needs_grad and choose(self._op("bwd"), problem, self.backend).name == chosen.name
+        if not keeps and getattr(problem.options, "disable_recompute", False):
+            problem = replace(problem, options=problem.options._replace(disable_recompute=False))
+        result = self._load(chosen, "fwd")(problem, x)
+        return result.o, result.final_state, result.saved if keeps else ()
 
-    def map(self, x: Inputs) -> tuple[Tensor, Tensor]: ...
+    def transition(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """(M, B) of each sequence."""
+        if x.q.shape[1] == 0:
+            B, K = _unchanged(x, None), x.q.shape[3]
+            one = torch.eye(K, device=B.device) if self.has_dense_transition else torch.ones(1, 1, device=B.device)
+            return one.expand(*B.shape[:2], *one.shape), B
+        problem, x = self._problem(x)
+        factor = self.family.transition.factor
+        if factor is None:
+            return self._load(choose(self._op("transition"), problem, self.backend), "transition")(problem, x)
+        chosen = choose(self._op("fwd"), problem, self.backend)
+        kernel = chosen.backend.find(self.family.name, self._op("transition"))
+        if kernel is not None:
+            return kernel(problem, x)
+        return factor(problem, x), self._load(chosen, "fwd")(problem, x).final_state
 
     def backward(
         self, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of the inputs before initial_state, gradient of initial_state)."""
-
-    def state_grad(self, x: Inputs, do: Tensor, dht: Tensor | None) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class KdaKernels:
-    """See `Kernels`."""
-
-    options: KdaOptions
-    backend: str
-    needs_grad: bool
-    who: str
-    has_dense_map = True
-
-    def piece(self, x: KdaInputs, tokens: slice) -> KdaInputs:
-        q, k, v, g, beta = (t[:, tokens] for t in x[:5])
-        return KdaInputs(q, k, v, g, beta, x.A_log, x.dt_bias)
-
-    def forward(self, x: KdaInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        given = x[:-2]
         if x.q.shape[1] == 0:
-            return _no_outputs(x), _unchanged(x, x.initial_state), ()
+            return [torch.zeros_like(t) if self._has_grad(i, t) else None for i, t in enumerate(given)], _unchanged(x, dht)
         problem, x = self._problem(x)
-        chosen = choose("kda_fwd", problem, self.backend)
-        # what a forward keeps is for the backward of the same backend
-        keeps = self.needs_grad and choose("kda_bwd", problem, self.backend).name == chosen.name
-        if not keeps:
-            problem = replace(problem, options=replace(problem.options, disable_recompute=False))
-        result = chosen.backend.load("kda_fwd")(problem, x)
-        return result.o, result.final_state, result.saved if keeps else ()
+        *grads, dh0 = self._load(choose(self._op("bwd"), problem, self.backend), "bwd")(problem, x, saved, do, dht)
+        return [None if t is None or d is None else d.view(t.shape) for d, t in zip(grads, given)], dh0
 
-    def map(self, x: KdaInputs) -> tuple[Tensor, Tensor]:
-        K = x.q.shape[3]
-        if x.q.shape[1] == 0:
-            B = _unchanged(x, None)
-            return torch.eye(K, device=B.device).expand(*B.shape[:2], K, K), B
-        problem, x = self._problem(x)
-        return select("kda_map", problem, self.backend)(problem, x)
-
-    def backward(
-        self, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        if x.q.shape[1] == 0:
-            return [None if t is None else torch.zeros_like(t) for t in x[:7]], _unchanged(x, dht)
-        dt_bias = x.dt_bias
-        problem, x = self._problem(x)
-        grads = list(select("kda_bwd", problem, self.backend)(problem, x, saved, do, dht))
-        if dt_bias is not None:
-            grads[6] = grads[6].view(dt_bias.shape)
-        return grads[:7], grads[7]
-
-    def state_grad(self, x: KdaInputs, do: Tensor, dht: Tensor | None) -> Tensor:
+    def state_grad(self, x: Inputs, do: Tensor, dht: Tensor | None) -> Tensor:
+        """The gradient of the first states."""
         if x.q.shape[1] == 0:
             return _unchanged(x, dht)
         problem, x = self._problem(x._replace(initial_state=_unchanged(x, None)))
-        backend = choose("kda_bwd", problem, self.backend).backend
-        kernel = backend.find("kda_state_grad")
+        chosen = choose(self._op("bwd"), problem, self.backend)
+        kernel = chosen.backend.find(self.family.name, self._op("state_grad"))
         if kernel is None:
-            return backend.load("kda_bwd")(problem, x, (), do, dht).d_initial_state
+            return self._load(chosen, "bwd")(problem, x, (), do, dht)[-1]
         return kernel(problem, x, do, dht)
 
-    def _problem(self, x: KdaInputs) -> tuple[KdaProblem, KdaInputs]:
-        problem, x = check_kda(x, replace(self.options, output_final_state=True), self.who)
+    def _problem(self, x: Inputs) -> tuple[Problem, Inputs]:
+        problem, x = self.family.check(x, self.options._replace(output_final_state=True), self.who)
         return replace(problem, needs_grad=self.needs_grad), x
 
+    def _op(self, name: str) -> str:
+        return f"{self.family.name}_{name}"
 
-@dataclass(frozen=True)
-class LightningKernels:
-    """See `Kernels`."""
+    def _load(self, choice: Any, name: str) -> Any:
+        return choice.backend.load(self.family.name, self._op(name))
 
-    scale: float | None
-    chunk_size: int
-    backend: str
-    needs_grad: bool
-    who: str
-    has_dense_map = False
-
-    def piece(self, x: LightningInputs, tokens: slice) -> LightningInputs:
-        return LightningInputs(x.q[:, tokens], x.k[:, tokens], x.v[:, tokens], x.decay)
-
-    def forward(self, x: LightningInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        if x.q.shape[1] == 0:
-            return _no_outputs(x), _unchanged(x, x.initial_state), ()
-        problem, x = self._problem(x)
-        o, final_state = select("lightning_fwd", problem, self.backend)(problem, x)
-        return o, final_state, ()
-
-    def map(self, x: LightningInputs) -> tuple[Tensor, Tensor]:
-        if x.q.shape[1] == 0:
-            B = _unchanged(x, None)
-            return B.new_ones(*B.shape[:2], 1, 1), B
-        problem, x = self._problem(x)
-        backend = choose("lightning_fwd", problem, self.backend).backend
-        kernel = backend.find("lightning_map")
-        if kernel is not None:
-            return kernel(problem, x)
-        _, B = backend.load("lightning_fwd")(problem, x)
-        return torch.exp(-x.decay * problem.T).view(1, -1, 1, 1).expand(problem.N, -1, 1, 1), B
-
-    def backward(
-        self, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        if x.q.shape[1] == 0:
-            return [*(torch.zeros_like(t) for t in x[:3]), None], _unchanged(x, dht)
-        problem, x = self._problem(x)
-        dq, dk, dv, dh0 = select("lightning_bwd", problem, self.backend)(problem, x, do, dht)
-        return [dq, dk, dv, None], dh0
-
-    def state_grad(self, x: LightningInputs, do: Tensor, dht: Tensor | None) -> Tensor:
-        if x.q.shape[1] == 0:
-            return _unchanged(x, dht)
-        problem, x = self._problem(x._replace(initial_state=_unchanged(x, None)))
-        backend = choose("lightning_bwd", problem, self.backend).backend
-        kernel = backend.find("lightning_state_grad")
-        if kernel is None:
-            return backend.load("lightning_bwd")(problem, x, do, dht)[3]
-        return kernel(problem, x, do, dht)
-
-    def _problem(self, x: LightningInputs) -> tuple[LightningProblem, LightningInputs]:
-        problem, x = check_lightning(x, scale=self.scale, output_final_state=True, chunk_size=self.chunk_size, who=self.who)
-        return replace(problem, needs_grad=self.needs_grad), x
-
-
-def _no_outputs(x: Inputs) -> Tensor:
-    return x.v.new_empty(x.v.shape)
+    def _has_grad(self, i: int, t: Tensor | None) -> bool:
+        return t is not None and self.family.Inputs._fields[i] in self.family.differentiable
 
 
 def _unchanged(x: Inputs, state: Tensor | None) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cula import api, contract
-from cula.contract import KdaInputs, KdaOptions, LightningInputs
-from cula.dispatch import choose
+from cula.core import checks
+from cula.core.dispatch import choose
+from cula.core.family import Family
+from cula.core.problem import needs_grad
 from cula.dist import handshake
 from cula.dist.call import Call, next_number, run
 from cula.dist.cost import NOMINAL_TOKENS, Load, Schedule, cheapest
-from cula.dist.kernels import Inputs, KdaKernels, LightningKernels
+from cula.dist.kernels import Inputs, LocalKernels
 from cula.dist.varlen import SP_MODES, Layout, batch_layout, host_offsets, packed_layout
 
 CP_MODES = ("auto", "ring", "scan")
@@ -49,7 +50,7 @@ class Wishes:
 class Plan:
     """A call that this rank has checked by itself, before the ranks compare."""
 
-    kernels: KdaKernels | LightningKernels
+    kernels: LocalKernels
     layout: Layout
     schedule: Schedule
     has_initial_state: bool
@@ -76,7 +77,7 @@ def run_plan(who: str, x: Inputs, plan: Plan, ranks: Ranks) -> tuple[Tensor, Ten
     return run(call, x, plan.kernels.needs_grad)
 
 
-def make_plan(who: str, x: Inputs, kernels: KdaKernels | LightningKernels, ranks: Ranks, wishes: Wishes) -> Plan:
+def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: Wishes) -> Plan:
     """Where the tokens lie, how the states cross, and what all ranks must have in common."""
     for name, given, known in (("cp_mode", wishes.cp_mode, CP_MODES), ("sp_mode", wishes.sp_mode, SP_MODES)):
         if given not in known:
@@ -103,7 +104,7 @@ def make_plan(who: str, x: Inputs, kernels: KdaKernels | LightningKernels, ranks
         raise ValueError(
             f"{who}: initial_state has shape {list(x.initial_state.shape)}; expected [N, HV, V, K] = {[N, HV, V, K]}"
         )
-    load = Load(layout.longest_chain, states, HV, K, V, tokens, kernels.has_dense_map, kernels.needs_grad)
+    load = Load(layout.longest_chain, states, HV, K, V, tokens, kernels.has_dense_transition, kernels.needs_grad)
     return Plan(
         kernels,
         layout,
@@ -115,9 +116,7 @@ def make_plan(who: str, x: Inputs, kernels: KdaKernels | LightningKernels, ranks
     )
 
 
-def signature_of(
-    x: Inputs, kernels: KdaKernels | LightningKernels, ranks: Ranks, wishes: Wishes, offsets: tuple[int, ...]
-) -> handshake.Signature:
+def signature_of(x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: Wishes, offsets: tuple[int, ...]) -> handshake.Signature:
     """What must be equal on all ranks. The number of tokens of a batch need not be, nor who has an initial state."""
     if ranks.group is None:
         return ()
@@ -125,11 +124,11 @@ def signature_of(
     HV, V = x.v.shape[2:]
     common: list[tuple[str, Any]] = [("H", H), ("HV", HV), ("K", K), ("V", V), ("dtype", str(x.q.dtype))]
     common += [(f.name, getattr(wishes, f.name)) for f in fields(Wishes)]
-    common += [(f.name, getattr(kernels, f.name)) for f in fields(kernels) if f.name not in ("who", "options")]
-    if isinstance(kernels, KdaKernels):
-        common += [(f.name, getattr(kernels.options, f.name)) for f in fields(KdaOptions) if f.name != "output_final_state"]
-        common += [("g", (x.g.dim(), str(x.g.dtype))), ("beta", str(x.beta.dtype))]
-        common += [("A_log", x.A_log is not None), ("dt_bias", x.dt_bias is not None)]
+    common += [("backend", kernels.backend), ("needs_grad", kernels.needs_grad)]
+    common += [(name, value) for name, value in kernels.options._asdict().items() if name != "output_final_state"]
+    for name in kernels.family.Inputs._fields[3:-2]:
+        t = getattr(x, name)
+        common.append((name, None if t is None else (t.dim(), str(t.dtype))))
     if offsets:
         digest = hashlib.sha256(repr(offsets).encode()).hexdigest()[:12]
         common.append(("cu_seqlens", f"{len(offsets) - 1} sequences, {offsets[-1]} tokens, digest {digest}"))
@@ -139,33 +138,19 @@ def signature_of(
     return tuple(common)
 
 
-def kda_kernels(who: str, x: KdaInputs, kwargs: dict[str, Any]) -> KdaKernels:
-    """The options of level 1, checked as level 1 does. What it does not know is refused by name."""
-    backend, device = kwargs.pop("backend", "auto"), kwargs.pop("device", None)
-    options = KdaOptions(**{f.name: kwargs.pop(f.name) for f in fields(KdaOptions) if f.name in kwargs})
-    if options.return_intermediate_states:
-        raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use cula_kda")
-    _refuse_serving(who, kwargs)
-    local = x._replace(initial_state=None, cu_seqlens=None)
-    problem, _ = contract.check_kda(local, options, who)
-    contract.check_device_argument(device, x.q, who)
+def local_kernels(
+    who: str, family: Family, x: Inputs, options: Any, device: torch.device | str | None, backend: str, extra: dict[str, Any]
+) -> LocalKernels:
+    """A call of level 1 on this rank's tokens, checked as level 1 does. What that does not know is refused by name."""
+    if getattr(options, "return_intermediate_states", False):
+        raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use {family.function}")
+    _refuse_serving(who, extra)
+    problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
+    checks.check_device_argument(device, x.q, who)
     _check_initial_state(who, x)
-    api._refuse_unknown(who, kwargs, choose("kda_fwd", problem, backend))
-    needs_grad = problem.needs_grad or _trains(x.initial_state)
-    return KdaKernels(options, backend, needs_grad, who)
-
-
-def lightning_kernels(who: str, x: LightningInputs, kwargs: dict[str, Any]) -> LightningKernels:
-    backend, device = kwargs.pop("backend", "auto"), kwargs.pop("device", None)
-    scale, chunk_size = kwargs.pop("scale", None), kwargs.pop("chunk_size", contract.CHUNK)
-    _refuse_serving(who, kwargs)
-    local = x._replace(initial_state=None, cu_seqlens=None)
-    problem, _ = contract.check_lightning(local, scale=scale, chunk_size=chunk_size, who=who)
-    contract.check_device_argument(device, x.q, who)
-    _check_initial_state(who, x)
-    api._refuse_unknown(who, kwargs, choose("lightning_fwd", problem, backend))
-    needs_grad = problem.needs_grad or _trains(x.initial_state)
-    return LightningKernels(scale, chunk_size, backend, needs_grad, who)
+    chosen = choose(f"{family.name}_fwd", problem, backend)
+    checks.refuse_keywords(who, extra, options._fields, chosen.name, chosen.backend.options)
+    return LocalKernels(family, options, backend, problem.needs_grad or needs_grad([x.initial_state]), who)
 
 
 def _refuse_serving(who: str, kwargs: dict[str, Any]) -> None:
@@ -182,13 +167,9 @@ def _check_initial_state(who: str, x: Inputs) -> None:
         return
     if not isinstance(h0, Tensor) or h0.dtype != torch.float32:
         got = h0.dtype if isinstance(h0, Tensor) else type(h0).__name__
-        raise contract.ArgumentTypeError(f"{who}: initial_state is {got}; expected a float32 tensor")
+        raise checks.ArgumentTypeError(f"{who}: initial_state is {got}; expected a float32 tensor")
     if h0.device != x.q.device:
         raise ValueError(f"{who}: initial_state is on {h0.device} but q is on {x.q.device}; all tensors must share a device")
-
-
-def _trains(t: Tensor | None) -> bool:
-    return t is not None and t.requires_grad and torch.is_grad_enabled()
 
 
 def check_tokens(who: str, x: Inputs, expected: int, by: str) -> None:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.api import cula_kda, cula_lightning
-from cula.contract import KdaInputs, LightningInputs
+from cula.core.family import Family
 from cula.dist import handshake
 from cula.dist.comm import gather_heads, resolve_group
 from cula.dist.varlen import check_rank
@@ -67,113 +66,52 @@ def share_heads(who: str, q: Tensor, v: Tensor, tp_rank: int, tp_size: int) -> H
     return HeadShare(HV, H, tp_rank, tp_size)
 
 
-def slice_kda(who: str, x: KdaInputs, tp_rank: int, tp_size: int) -> KdaInputs:
-    """This rank's heads of KDA tensors that hold them all."""
+def slice_heads(who: str, family: Family, x: Any, tp_rank: int, tp_size: int) -> Any:
+    """This rank's heads of a family's inputs that hold them all."""
     share = share_heads(who, x.q, x.v, tp_rank, tp_size)
-    dt_bias = x.dt_bias
-    if dt_bias is not None and dt_bias.dim() == 1 and dt_bias.numel() != share.HV:
-        dt_bias = dt_bias.view(share.HV, -1)
-    return KdaInputs(
-        share.of_query_heads(x.q),
-        share.of_query_heads(x.k),
-        share.of_value_heads(x.v, 2),
-        share.of_value_heads(x.g, 2),
-        share.of_value_heads(x.beta, 2),
-        None if x.A_log is None else share.of_value_heads(x.A_log, 0),
-        None if dt_bias is None else share.of_value_heads(dt_bias, 0),
-        None if x.initial_state is None else share.of_value_heads(x.initial_state, 1),
-        x.cu_seqlens,
-    )
+    sliced = {}
+    for name, dim in family.value_head_dims.items():
+        t = getattr(x, name)
+        if t is None:
+            continue
+        if dim == 0 and t.dim() == 1 and t.numel() != share.HV:  # parameters of all heads, flat
+            t = t.view(share.HV, -1)
+        sliced[name] = share.of_value_heads(t, dim)
+    return x._replace(q=share.of_query_heads(x.q), k=share.of_query_heads(x.k), **sliced)
 
 
-def slice_lightning(who: str, x: LightningInputs, tp_rank: int, tp_size: int) -> LightningInputs:
-    """This rank's heads of Lightning tensors that hold them all."""
-    share = share_heads(who, x.q, x.v, tp_rank, tp_size)
-    return LightningInputs(
-        share.of_query_heads(x.q),
-        share.of_query_heads(x.k),
-        share.of_value_heads(x.v, 2),
-        share.of_value_heads(x.decay, 0),
-        None if x.initial_state is None else share.of_value_heads(x.initial_state, 1),
-        x.cu_seqlens,
-    )
-
-
-def cula_kda_tp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    tp_group: Any = None,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    input_is_parallel: bool = False,
-    gather_output: bool = False,
-    nvshmem_backend: bool = False,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
-    """`cula_kda` with its heads shared out over the ranks of a group.
+def tp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Any, ...]:
+    """A family's call of level 1 with its heads shared out over the ranks of a group: what `cula_<family>_tp` does.
 
     Args:
-        q, k, v, g, beta: as in `cula_kda`; all heads, or this rank's with `input_is_parallel`.
-        tp_group: a process group or a `DeviceMesh`; needed for `gather_output` only, checked where given.
-        tp_size, tp_rank: how many ranks share the heads, and which this is. `tp_size` must divide HV.
-        input_is_parallel: every tensor already holds this rank's heads alone (states, `A_log` and `dt_bias` too).
-        gather_output: return all heads on every rank instead of this rank's.
-        nvshmem_backend: not available; see the error.
-        **kwargs: to `cula_kda`, tensors with a head dimension sliced like the others.
-
-    Returns:
-        What `cula_kda` returns, with this rank's `HV / tp_size` heads, or all of them with `gather_output`.
-
-    Gradients: each rank gets those of its own heads, so over full inputs the sum of the ranks' gradients is the whole
-    one. Through `gather_output` they follow tensor parallelism's custom: every rank computes the same loss from the
-    gathered tensor, and its heads take their slice of the gradient.
-
-    Example:
-        >>> o, state = cula_kda_tp(q, k, v, g, beta, tp_group=group, tp_size=2, tp_rank=rank)  # doctest: +SKIP
+        x: the family's inputs as far as they are positional.
+        kwargs: keywords of `cula_<family>_tp`; the others are level 1's.
     """
-    who = "cula_kda_tp"
-    refuse_nvshmem(who, nvshmem_backend)
+    tp_group, tp_size, tp_rank = (kwargs.pop(name) for name in ("tp_group", "tp_size", "tp_rank"))
+    input_is_parallel, gather_output = kwargs.pop("input_is_parallel"), kwargs.pop("gather_output")
+    refuse_nvshmem(who, kwargs.pop("nvshmem_backend"))
     group = resolve_tp(who, tp_group, tp_size, tp_rank, gather_output)
-    x = KdaInputs(q, k, v, g, beta, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), kwargs.pop("initial_state", None))
-    with handshake.announced_refusal(who, group if gather_output else None, device_of(q)):
+    positional = len(family.Inputs._fields) - len(family.Inputs._field_defaults)
+    x = x._replace(**{name: kwargs.pop(name) for name in family.Inputs._field_defaults if name in kwargs})
+    with handshake.announced_refusal(who, group if gather_output else None, device_of(x.q)):
         if not input_is_parallel:
-            x = slice_kda(who, x, tp_rank, tp_size)
-            _slice_buffers(kwargs, HeadShare(v.shape[2], q.shape[2], tp_rank, tp_size))
+            whole = HeadShare(*_heads(x), tp_rank, tp_size)
+            x = slice_heads(who, family, x, tp_rank, tp_size)
+            _slice_buffers(kwargs, whole)
         _refuse_out(who, kwargs, gather_output)
-        outputs = cula_kda(*x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, **kwargs)
+        outputs = family.load_entry()(*x[:positional], **_named(x, positional, kwargs))
     return gather_all(who, outputs, group, tp_size) if gather_output else outputs
 
 
-def cula_lightning_tp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
-    *,
-    tp_group: Any = None,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    input_is_parallel: bool = False,
-    gather_output: bool = False,
-    nvshmem_backend: bool = False,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
-    """`cula_lightning` with its heads shared out over the ranks of a group; arguments as in `cula_kda_tp`."""
-    who = "cula_lightning_tp"
-    refuse_nvshmem(who, nvshmem_backend)
-    group = resolve_tp(who, tp_group, tp_size, tp_rank, gather_output)
-    x = LightningInputs(Q, K, V, decay, kwargs.pop("initial_state", None))
-    with handshake.announced_refusal(who, group if gather_output else None, device_of(Q)):
-        if not input_is_parallel:
-            x = slice_lightning(who, x, tp_rank, tp_size)
-            _slice_buffers(kwargs, HeadShare(V.shape[2], Q.shape[2], tp_rank, tp_size))
-        _refuse_out(who, kwargs, gather_output)
-        outputs = cula_lightning(*x[:4], initial_state=x.initial_state, **kwargs)
-    return gather_all(who, outputs, group, tp_size) if gather_output else outputs
+def _named(x: Any, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of level 1: what is left of the inputs, and the options."""
+    return dict(zip(x._fields[positional:], x[positional:])) | kwargs
+
+
+def _heads(x: Any) -> tuple[int, int]:
+    """HV and H, where they can be read; what else is wrong with the tensors is for the checks to say."""
+    is_right = isinstance(x.q, Tensor) and isinstance(x.v, Tensor) and x.q.dim() == 4 and x.v.dim() == 4
+    return (x.v.shape[2], x.q.shape[2]) if is_right else (1, 1)
 
 
 def resolve_tp(who: str, tp_group: Any, tp_size: int, tp_rank: int, gather_output: bool) -> Any:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cula.contract import INDEX_DTYPES, ArgumentTypeError
+from cula.core.checks import INDEX_DTYPES, ArgumentTypeError
 
 SP_MODES = ("complete", "split")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Level 0 of Kimi Delta Attention: kernels by the names existing code imports. No choice of algorithm is made here."""
 
-from cula.kda.chunk import chunk_kda, fused_recurrent_kda
-from cula.kda.decode import fused_sigmoid_gating_delta_rule_update, kda_decode, kda_packed_decode
+from cula.kda.fla import chunk_kda, fused_recurrent_kda
 from cula.kda.prefill import kda_prefill_blackwell, kda_prefill_hopper
+from cula.kda.serving import fused_sigmoid_gating_delta_rule_update, kda_decode, kda_packed_decode
 
 __all__ = [
     "chunk_kda",

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import contract, operators
-from cula.contract import KdaInputs, KdaOptions
+from cula.core.pool import Serving
+from cula.core.prefill import prefill
+from cula.kda.family import FAMILY
+from cula.kda.problem import KdaInputs, KdaOptions
 from cula.utils import assert_blackwell, assert_hopper
 
 
@@ -116,7 +118,4 @@ def _prefill(who: str, backend: str, x: KdaInputs, options: KdaOptions, out: Ten
     if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
         raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
     with torch.no_grad():
-        problem, x = contract.check_kda(x, options, who)
-        contract.check_out(out, x.v, problem, who)
-        result = operators.kda(problem, x, backend, out)
-    return result.o, result.final_state
+        return prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)

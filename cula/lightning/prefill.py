@@ -6,8 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula.api import cula_lightning
-from cula.contract import CHUNK, ArgumentTypeError
+from cula.core.checks import ArgumentTypeError
+from cula.core.constants import CHUNK
+from cula.core.pool import Serving
+from cula.core.prefill import prefill
+from cula.lightning.family import FAMILY
+from cula.lightning.problem import LightningInputs, LightningOptions
 
 
 @torch.no_grad()
@@ -22,16 +26,8 @@ def lightning_attn_fwd(
     chunk_size: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final state [B, H, V, K] or None) of equally long sequences; see `cula.cula_lightning`."""
-    return cula_lightning(
-        Q,
-        K,
-        V,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        chunk_size=chunk_size,
-    )
+    options = LightningOptions(scale, chunk_size, output_final_state)
+    return prefill(FAMILY, LightningInputs(Q, K, V, decay, initial_state), options, who="lightning_attn_fwd")
 
 
 @torch.no_grad()
@@ -64,15 +60,7 @@ def lightning_attn_fwd_varlen(
         state_pool = Q.new_zeros(N, V.shape[2], V.shape[3], K.shape[3], dtype=torch.float32)
     if initial_state_indices is None:
         initial_state_indices = torch.arange(N, dtype=torch.int32, device=Q.device)
-    o, _ = cula_lightning(
-        Q,
-        K,
-        V,
-        decay,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        state_pool=state_pool,
-        initial_state_indices=initial_state_indices,
-        chunk_size=chunk_size,
-    )
+    x = LightningInputs(Q, K, V, decay, cu_seqlens=cu_seqlens)
+    serving = Serving(state_pool=state_pool, initial_state_indices=initial_state_indices)
+    o, _ = prefill(FAMILY, x, LightningOptions(scale, chunk_size), serving, who=who)
     return o, state_pool

@@ -9,7 +9,7 @@ import pytest
 
 from cula.bench.cases import ALL_FLAGS, Case
 from cula.bench.floor import floor_bytes
-from cula.bench.suites import SUITES, Custom, build, parse_flags
+from cula.bench.suites import Custom, build, known, parse_flags
 
 
 def prefill(lens, H, HV=None, **options) -> Case:
@@ -28,7 +28,7 @@ def test_the_eighteen_shapes_at_three_gates():
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", known())
 def test_cases_have_distinct_names_and_survive_json(suite, device):
     cases = build([suite], device)
     assert cases and len({c.id for c in cases}) == len(cases)

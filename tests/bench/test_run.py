@@ -19,7 +19,7 @@ from cula.bench.cli import main
 from cula.bench.peers import PEERS
 from tests.bench.conftest import FAKES
 
-LOCAL = [name for name in suites.SUITES if name != "dist"]
+LOCAL = [name for name in suites.known() if name != "dist"]
 
 
 def assert_valid(result):

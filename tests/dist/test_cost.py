@@ -13,8 +13,8 @@ from cula.dist.cost import BLOCKS, Load, Machine, Schedule, cheapest, sent_bytes
 from tests.dist.simulation import ring_attention, simulate, simulate_call
 
 MACHINE = Machine()
-KDA = Load(ranks=8, states=1, heads=32, K=128, V=128, tokens=8192, has_dense_map=True, with_backward=True)
-LIGHTNING = replace(KDA, has_dense_map=False)
+KDA = Load(ranks=8, states=1, heads=32, K=128, V=128, tokens=8192, has_dense_transition=True, with_backward=True)
+LIGHTNING = replace(KDA, has_dense_transition=False)
 DOCS = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
@@ -46,10 +46,10 @@ def test_ring_attention_in_simulation(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
 @pytest.mark.parametrize("tokens", [64, 1024, 32768])
-@pytest.mark.parametrize("has_dense_map", [True, False])
+@pytest.mark.parametrize("has_dense_transition", [True, False])
 @pytest.mark.parametrize("with_backward", [True, False])
-def test_auto_is_near_the_best_of_the_simulation(ranks, tokens, has_dense_map, with_backward):
-    load = Load(ranks, 1, 16, 128, 128, tokens, has_dense_map, with_backward)
+def test_auto_is_near_the_best_of_the_simulation(ranks, tokens, has_dense_transition, with_backward):
+    load = Load(ranks, 1, 16, 128, 128, tokens, has_dense_transition, with_backward)
     chosen = simulate_call(load, cheapest(load), MACHINE).seconds
     all_ways = [Schedule("ring"), Schedule("gather"), *(Schedule("chain", k) for k in BLOCKS)]
     assert chosen <= 1.1 * min(simulate_call(load, s, MACHINE).seconds for s in all_ways)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cula.dist` in one process: the maps it rests on, a group of one, imports, and signatures."""
+"""`cula.dist` in one process: the transitions it rests on, a group of one, imports, and signatures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 
 import cula
 from cula import dist as cula_dist
-from cula.contract import KdaInputs, KdaOptions, LightningInputs, check_kda, check_lightning
-from cula.dispatch import Backend, select
-from cula.dist import kernels
+from cula.core.dispatch import Backend, select
+from cula.dist.kernels import LocalKernels
 from cula.dist.scan import Affine, blocks_of
+from cula.kda.family import FAMILY as KDA
+from cula.kda.problem import KdaInputs, KdaOptions, check_kda
+from cula.lightning.family import FAMILY as LIGHTNING
+from cula.lightning.problem import LightningInputs, LightningOptions, check_lightning
 from cula.reference import relative_error
 from tests.dist.problems import TOKENS, Spec, answer, make, operator_options
 
@@ -24,20 +27,20 @@ ALONE = {"sp_group": None, "sp_size": 1, "sp_rank": 0}
 
 @pytest.mark.parametrize("gate", ["log", "bounded", "softplus"])
 @pytest.mark.parametrize("lengths", [None, (70, 0, 5)])
-def test_kda_state_grad_and_map(gate, lengths):
+def test_kda_state_grad_and_transition(gate, lengths):
     spec = Spec(lengths=lengths, slices=None if lengths else (75,), B=2 if lengths is None else 1, H=1, HV=2, gate=gate)
     x, do, dht, h0 = _tensors(spec)
     options = KdaOptions(**operator_options(spec), output_final_state=True)
     problem, inputs = check_kda(KdaInputs(*x, initial_state=h0, cu_seqlens=spec.cu_seqlens), options)
-    _check_map(problem, inputs, "kda", h0, do, dht)
+    _check_transition(problem, inputs, "kda", h0, do, dht)
 
 
 @pytest.mark.parametrize("lengths", [None, (70, 0, 5)])
-def test_lightning_state_grad_and_map(lengths):
+def test_lightning_state_grad_and_transition(lengths):
     spec = Spec("lightning", lengths=lengths, slices=None if lengths else (75,), B=2 if lengths is None else 1, H=1, HV=2)
     x, do, dht, h0 = _tensors(spec)
-    problem, inputs = check_lightning(LightningInputs(*x, h0, spec.cu_seqlens), output_final_state=True)
-    _check_map(problem, inputs, "lightning", h0, do, dht)
+    problem, inputs = check_lightning(LightningInputs(*x, h0, spec.cu_seqlens), LightningOptions(output_final_state=True))
+    _check_transition(problem, inputs, "lightning", h0, do, dht)
 
 
 @pytest.mark.parametrize("family", ["kda", "lightning"])
@@ -46,12 +49,13 @@ def test_a_backend_may_do_without_the_short_passes(family, monkeypatch):
     spec = Spec(family, slices=(75,), B=2, H=1, HV=2)
     x, do, dht, _ = _tensors(spec)
     if family == "kda":
-        passes, inputs = kernels.KdaKernels(KdaOptions(), "auto", True, "test"), KdaInputs(*x)
+        passes, inputs = LocalKernels(KDA, KdaOptions(), "auto", True, "test"), KdaInputs(*x)
     else:
-        passes, inputs = kernels.LightningKernels(None, 64, "auto", True, "test"), LightningInputs(*x)
-    short = (*passes.map(inputs), passes.state_grad(inputs, do, dht))
-    monkeypatch.setattr(Backend, "find", lambda self, op: None)
-    whole = (*passes.map(inputs), passes.state_grad(inputs, do, dht))
+        passes, inputs = LocalKernels(LIGHTNING, LightningOptions(), "auto", True, "test"), LightningInputs(*x)
+    short = (*passes.transition(inputs), passes.state_grad(inputs, do, dht))
+    find, short_ones = Backend.find, (f"{family}_state_grad", *(() if family == "kda" else ("lightning_transition",)))
+    monkeypatch.setattr(Backend, "find", lambda self, of, name: None if name in short_ones else find(self, of, name))
+    whole = (*passes.transition(inputs), passes.state_grad(inputs, do, dht))
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(short, whole, strict=True))
 
 
@@ -64,11 +68,11 @@ def _tensors(spec):
     return [x[name] for name in names if name in x], do, dht, h0
 
 
-def _check_map(problem, x, family, h0, do, dht):
+def _check_transition(problem, x, family, h0, do, dht):
     """Last state = h0 M + B and dh0 = dht M^T + C, against the whole forward and backward of the same backend."""
     forward, backward = select(f"{family}_fwd", problem), select(f"{family}_bwd", problem)
     final_state = forward(problem, x)[1]
-    M, B = select(f"{family}_map", problem)(problem, x)
+    M, B = select(f"{family}_transition", problem)(problem, x)
     affine = Affine(M, B)
     assert relative_error(affine(h0), final_state) < 1e-5
     assert M.shape[-1] == (problem.K if family == "kda" else 1)
@@ -76,7 +80,7 @@ def _check_map(problem, x, family, h0, do, dht):
     assert relative_error(torch.cat([affine(h0[:, :, r].contiguous(), r) for r in rows], dim=2), final_state) < 1e-5
 
     state_grad = select(f"{family}_state_grad", problem)
-    want = backward(problem, x, (), do, dht)[-1] if family == "kda" else backward(problem, x, do, dht)[-1]
+    want = backward(problem, x, (), do, dht)[-1]
     assert relative_error(state_grad(problem, x, do, dht), want) < 1e-5
     C = state_grad(problem, x, do)
     assert relative_error(Affine(M.mT, C)(dht), want) < 1e-5

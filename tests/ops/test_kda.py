@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import cula
-from cula import contract, reference
-from cula.contract import KdaInputs, KdaOptions
-from cula.dispatch import select
+from cula import reference
+from cula.core.dispatch import select
+from cula.kda.problem import KdaInputs, KdaOptions, check_kda
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall
 
@@ -206,8 +206,8 @@ def test_intermediate_states_are_those_at_chunk_starts(backend, device, call):
 def test_the_affine_map_takes_first_states_to_last_ones(backend, device, call):
     tensors = call.tensors(device)
     options = KdaOptions(**{n: v for n, v in call.switches().items()})
-    problem, x = contract.check_kda(KdaInputs(**tensors), options)
-    M, B = select("kda_map", problem, backend)(problem, x)
+    problem, x = check_kda(KdaInputs(**tensors), options)
+    M, B = select("kda_transition", problem, backend)(problem, x)
     assert relative_error(x.initial_state @ M + B, run_reference(call, tensors)[1]) < TOLERANCE[call.dtype]
 
 

@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
+from typing import Any as DecodeInputs
+
 import torch
 from torch import Tensor
 
-from cula.contract import DecodeInputs, DecodeProblem
+from cula.core.problem import DecodeProblem
+from cula.core.replay.record import Address, LaunchRecord
+from cula.core.replay.torch_internals import form_of
 from cula.ops.cute.common.decode_flags import (
     ASK_EARLY,
     BETA_IS_F32,
@@ -27,8 +31,6 @@ from cula.ops.cute.common.decode_flags import (
 from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.cute.toolchain.loader import load
-from cula.ops.host import form_of
-from cula.ops.native import Address, Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -84,7 +86,7 @@ def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> LaunchRecord | None:
     """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came, which
     are at the same addresses. It makes o and names the pool."""
     p, device = problem, x.q.device
@@ -103,7 +105,7 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
     launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
     fields = x._fields
-    return Recipe(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
+    return LaunchRecord(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
 
 
 def _aligned(t: Tensor, size: int | None = None) -> Tensor:

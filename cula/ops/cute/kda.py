@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula.contract import KdaInputs, KdaProblem
-from cula.ops import KdaForward
+from cula.core.kernels import Forward
+from cula.core.replay.record import Address, LaunchRecord
+from cula.core.replay.torch_internals import form_of
+from cula.core.replay.workspace import workspace
+from cula.kda.problem import KdaInputs, KdaProblem
 from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
-from cula.ops.host import form_of
-from cula.ops.native import Address, Recipe
-from cula.ops.workspace import workspace
 
 HOPPER = (9, 0)
 # by compute capability
@@ -168,12 +168,12 @@ def _kernel(problem: KdaProblem, cut: Cut) -> Any:
     return load(f"fused_{name}" if cut.clusters else name, ARCH_OF[problem.sm])
 
 
-def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
+def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
     """Outputs and, where asked for, the final state."""
     ht = None
     if problem.options.output_final_state:
         ht = torch.empty((problem.N, problem.HV, V, K), dtype=torch.float32, device=x.q.device)
-    return KdaForward(run(problem, x, _cut_on(problem, x.q.device), ht, out), ht, None)
+    return Forward(run(problem, x, _cut_on(problem, x.q.device), ht, out), ht, None)
 
 
 def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -197,7 +197,7 @@ def run(problem: KdaProblem, x: KdaInputs, cut: Cut, ht: Tensor | None = None, o
     return o
 
 
-def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Recipe | None:
+def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> LaunchRecord | None:
     """A recipe for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
     have to be copied. It takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
@@ -214,7 +214,7 @@ def kda_fwd_again(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) 
     of = (of_q, of_k, of_v, of_g, of_beta, of_A, of_bias, of_o, of_h0, of_ht, of_cu, *of_work)
     launch = launch_again(_kernel(p, cut), of, _numbers(p, x, cut, o, ht))
     outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    return Recipe(device.index, (launch,), outputs, None if cut.clusters else workspace(device.index, cut.bytes(p.HV)))
+    return LaunchRecord(device.index, (launch,), outputs, None if cut.clusters else workspace(device.index, cut.bytes(p.HV)))
 
 
 def _addresses(x: KdaInputs, absent: tuple[Tensor, Tensor], o: Tensor, ht: Tensor | None, *work: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cula.ops.native import Address, Frame, Launcher, launcher
+from cula.core.replay.record import Address, Frame, Launcher, launcher
 
 
 def again(kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float]) -> Launcher:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.contract import LightningInputs, LightningProblem
+from cula.core.replay.record import Address, LaunchRecord
+from cula.core.replay.torch_internals import form_of
+from cula.core.replay.workspace import workspace
+from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute.launch import again as launch_again
 from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
-from cula.ops.host import form_of
-from cula.ops.native import Address, Recipe
-from cula.ops.workspace import workspace
 
 ARCH = "sm_90a"
 CHUNK = 64  # tokens that the kernels take at once
@@ -149,7 +149,7 @@ def run(
     return o
 
 
-def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Recipe | None:
+def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
     """A recipe for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
     have to be copied. It takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
@@ -166,7 +166,7 @@ def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tens
     launches = tuple(launch_again(kernel, of, numbers) for kernel in _kernels(cut, ht))
     outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
     seeds = workspace(device.index, 4 * cut.num_ids * p.HV * p.V * p.K) if cut.segment else None
-    return Recipe(device.index, launches, outputs, seeds)
+    return LaunchRecord(device.index, launches, outputs, seeds)
 
 
 def _kernels(cut: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:

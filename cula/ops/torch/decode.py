@@ -1,42 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One to eight tokens a row on a pool of states, in plain PyTorch. The pool is updated in place and never copied whole.
+"""One to eight tokens a row on a pool of states, in plain PyTorch: what all families share. The pool is updated in place and
+never copied whole.
 
-KDA, for each token:        S <- S diag(exp g);  S <- S + beta (v - S k) k^T;  o = scale S q
-Lightning, for each token:  S <- exp(-s) S + v k^T;                            o = scale S q
+A token t decays a row's state S [HV, V, K] and writes to it, `S <- S + u k^T`, and is answered by `o = S q`. What the decay and
+u are is the family's business: its `step(S, t)` decays S in place and returns u [N, HV, V].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops.torch import gate
+from cula.core.problem import DecodeProblem
 
 
-def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
-    """See `cula.ops`; `cula.api.cula_decode` says what each tensor means."""
+def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, step: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Outputs [N, T, HV, V]; writes x.state, x.intermediate_states and x.out.
+
+    Args:
+        x: the family's decode inputs.
+        q, k: [N, T, HV, K] float32, normalised and scaled.
+        step: decays the states [N, HV, V, K] by a token, in place, and returns what it writes along k, [N, HV, V].
+    """
     p, opt = problem, problem.options
     live, S = _first_states(p, x)  # [N], [N, HV, V, K]
-    q, k, v = x.q.float(), x.k.float(), x.v.float()
-    if opt.use_qk_l2norm_in_kernel:
-        q, k = gate.l2_normalise(q)[0], gate.l2_normalise(k)[0]
-    q = q * p.scale
-    q, k = (t.repeat_interleave(p.HV // p.H, dim=2) for t in (q, k))  # [N, T, HV, K]
-    decay, beta = _decays(p, x)  # [N, T, HV, 1, K or 1], [N, T, HV, 1] or None
-
     o = x.q.new_empty(p.N, p.T, p.HV, p.V) if x.out is None else x.out
     for t in range(p.T):
-        k_t, q_t = k[:, t, :, None, :], q[:, t, :, None, :]  # [N, HV, 1, K]
-        S *= decay[:, t]
-        u = v[:, t] if beta is None else beta[:, t] * (v[:, t] - (S * k_t).sum(-1))  # [N, HV, V]
-        S.addcmul_(u.unsqueeze(-1), k_t)
-        o_t = (S * q_t).sum(-1)
+        u = step(S, t)
+        S.addcmul_(u.unsqueeze(-1), k[:, t, :, None, :])
+        o_t = (S * q[:, t, :, None, :]).sum(-1)
         o[:, t] = torch.where(live[:, None, None], o_t, 0).to(o.dtype)
         if x.intermediate_states is not None:
             _store(x.intermediate_states[:, t], _rows(p), live, S, opt.state_is_kv)
         if opt.commit and p.has_token_indices:
-            assert x.state_indices is not None
             slots = x.state_indices[:, t].long()
             _store(x.state, slots, live & ~_is_null(slots, opt.null_is_nonpositive), S, opt.state_is_kv)
     if opt.commit and not p.has_token_indices:
@@ -45,7 +44,12 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     return o
 
 
-def _first_states(p: DecodeProblem, x: DecodeInputs) -> tuple[Tensor, Tensor]:
+def for_value_heads(t: Tensor, group: int) -> Tensor:
+    """[N, T, H, K] -> [N, T, HV, K]: each head for the value heads that read it."""
+    return t.repeat_interleave(group, dim=2)
+
+
+def _first_states(p: DecodeProblem, x: Any) -> tuple[Tensor, Tensor]:
     """Which rows are live, and the state each starts from (zeros for the others), [N, HV, V, K] float32."""
     opt, device = p.options, x.q.device
     rows = _rows(p).to(device)
@@ -64,21 +68,6 @@ def _first_states(p: DecodeProblem, x: DecodeInputs) -> tuple[Tensor, Tensor]:
         kept = kept.mT if opt.state_is_kv else kept
         S = torch.where((live & (accepted > 0))[:, None, None, None], kept, S)
     return live, S.contiguous()
-
-
-def _decays(p: DecodeProblem, x: DecodeInputs) -> tuple[Tensor, Tensor | None]:
-    """The state's factor, [N, T, HV, 1, K or 1], and beta [N, T, HV, 1] (None for Lightning)."""
-    opt = p.options
-    if not opt.is_kda:
-        assert x.decay is not None
-        return (-x.decay).exp().view(1, 1, p.HV, 1, 1).expand(p.N, p.T, -1, -1, -1), None
-    assert x.g is not None and x.beta is not None
-    g = x.g.float().unsqueeze(-1) if p.has_scalar_gate else x.g.float()  # [N, T, HV, K or 1]
-    A = None if x.A_log is None else x.A_log.exp().view(p.HV, 1)
-    bias = None if x.dt_bias is None else x.dt_bias.view(p.HV, -1)
-    g = gate.log_decay(p.gate, g, A, bias, opt.lower_bound)
-    beta = gate.beta_value(x.beta.float(), opt.use_beta_sigmoid_in_kernel, opt.allow_neg_eigval)
-    return g.exp().unsqueeze(-2), beta.unsqueeze(-1)
 
 
 def _rows(p: DecodeProblem) -> Tensor:

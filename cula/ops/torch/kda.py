@@ -9,8 +9,8 @@ One chunk of one value head, S stored [V, K], G the running sum of the log decay
     o  = qg S^T + lower(q k^T exp(G_t - G_i)) U                            [C, V]
     S  <- S diag(exp(G_C)) + U^T kr                                        [V, K]
 
-The last line is the chunk's affine map, S <- S M + B with M = diag(exp(G_C)) - (kg beta)^T T^T kr: kept in this factored
-form, it is applied to states here and, in `kda_map`, to [identity; zero], which yields M and B of a whole sequence.
+The last line is the chunk's transition, S <- S M + B with M = diag(exp(G_C)) - (kg beta)^T T^T kr: kept in this factored
+form, it is applied to states here and, in `kda_transition`, to [identity; zero], which yields M and B of a whole sequence.
 
 Schedule: chunks are visited in slabs of consecutive steps (`chunks.py`). A slab is prepared in one batch (everything
 above that does not know S), then its steps run one after another, each over all sequences still alive. Slabs are
@@ -24,15 +24,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cula.contract import CHUNK, KdaInputs, KdaProblem
-from cula.ops import KdaForward, KdaGrads
+from cula.core.constants import CHUNK
+from cula.core.kernels import Forward
+from cula.core.problem import DecodeProblem
+from cula.kda.problem import KdaDecodeInputs, KdaGrads, KdaInputs, KdaProblem
 from cula.ops.torch import gate
 from cula.ops.torch.chunks import ChunkPlan, Slab
+from cula.ops.torch.decode import decode_rows, for_value_heads
 from cula.ops.torch.scores import Decays, Operands, choose_block, pair_scores, pair_scores_bwd
 
 
-def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
-    """See `cula.ops`."""
+def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
+    """See `cula/core/kernels.py`."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
     o = x.v.new_empty(p.B, p.T, p.HV, p.V)
@@ -60,7 +63,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     if p.options.return_intermediate_states:
         assert states is not None
         h = states[plan.chunk_order].float().unflatten(0, (p.B, -1)) if plan.num_chunks else states.unsqueeze(0).float()
-    return KdaForward(
+    return Forward(
         o,
         plan.by_sequence(states_now).float() if p.options.output_final_state else None,
         h,
@@ -68,7 +71,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     )
 
 
-def kda_map(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
+def kda_transition(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
     """(M, B) of each sequence: its last state is h0 @ M + B. q is not read."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
@@ -87,7 +90,7 @@ def kda_map(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
-    """See `cula.ops`. All but the states is made again, slab by slab.
+    """See `cula/core/kernels.py`. All but the states is made again, slab by slab.
 
     `saved` holds the states of all chunks (`disable_recompute`), or those at the start of each slab, or nothing.
     """
@@ -153,7 +156,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
 def kda_state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
     """Gradient of each sequence's first state alone, [N, HV, V, K]: the backward scan without the rest of `kda_bwd`.
 
-    It equals dht @ M^T + C with M of `kda_map` and C the result at dht = 0. v and initial_state are not read.
+    It equals dht @ M^T + C with M of `kda_transition` and C the result at dht = 0. v and initial_state are not read.
     """
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
@@ -372,3 +375,27 @@ def _gate_parameters(p: KdaProblem, x: KdaInputs, compute: torch.dtype) -> tuple
     A = None if x.A_log is None else x.A_log.to(compute).exp().view(1, p.HV, 1, 1)
     bias = None if x.dt_bias is None else x.dt_bias.to(compute).view(1, p.HV, 1, -1)
     return A, bias
+
+
+# Decode
+
+
+def kda_decode(problem: DecodeProblem, x: KdaDecodeInputs) -> Tensor:
+    """See `cula/core/kernels.py`."""
+    assert x.g is not None and x.beta is not None
+    p, opt = problem, problem.options
+    q, k = x.q.float(), x.k.float()
+    if opt.use_qk_l2norm_in_kernel:
+        q, k = gate.l2_normalise(q)[0], gate.l2_normalise(k)[0]
+    q, k = (for_value_heads(t, p.HV // p.H) for t in (q * p.scale, k))  # [N, T, HV, K]
+    g = x.g.float().unsqueeze(-1) if p.has_scalar_gate else x.g.float()  # [N, T, HV, K or 1]
+    A = None if x.A_log is None else x.A_log.exp().view(p.HV, 1)
+    bias = None if x.dt_bias is None else x.dt_bias.view(p.HV, -1)
+    decay = gate.log_decay(p.gate, g, A, bias, opt.lower_bound).exp().unsqueeze(-2)  # [N, T, HV, 1, K or 1]
+    beta = gate.beta_value(x.beta.float(), opt.use_beta_sigmoid_in_kernel, opt.allow_neg_eigval).unsqueeze(-1)
+
+    def step(S: Tensor, t: int) -> Tensor:
+        S *= decay[:, t]
+        return beta[:, t] * (x.v[:, t].float() - (S * k[:, t, :, None, :]).sum(-1))
+
+    return decode_rows(problem, x, q, k, step)

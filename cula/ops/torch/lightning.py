@@ -7,7 +7,7 @@ One chunk of `size` tokens of one value head, state factor exp(-s) a token, S st
     o = A v + (q exp(-s (t + 1))) S^T                                       [C, V]
     S <- exp(-s size) S + v^T (k exp(-s (size - 1 - i)))                    [V, K]
 
-The last line is the chunk's affine map S <- M S + B, whose M is one number a head.
+The last line is the chunk's transition S <- M S + B, whose M is one number a head.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cula.contract import LightningInputs, LightningProblem
+from cula.core.kernels import Forward
+from cula.core.problem import DecodeProblem
+from cula.lightning.problem import LightningDecodeInputs, LightningInputs, LightningProblem
 from cula.ops.torch.chunks import ChunkPlan, Slab
+from cula.ops.torch.decode import decode_rows, for_value_heads
 
 
-def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """See `cula.ops`."""
+def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
+    """See `cula/core/kernels.py`."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
     o = x.v.new_empty(p.B, p.T, p.HV, p.V)
@@ -33,13 +36,13 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
         plan.put(tile.A @ tile.v + tile.q_decayed @ before.mT, slab, o)
     if out is not None:
         o = out.copy_(o)
-    return o, plan.by_sequence(states).float() if p.output_final_state else None
+    return Forward(o, plan.by_sequence(states).float() if p.options.output_final_state else None)
 
 
 def lightning_bwd(
-    problem: LightningProblem, x: LightningInputs, do: Tensor, dht: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """See `cula.ops`. Chunk states are made again first."""
+    problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, None for decay, d_initial_state. Chunk states are made again first."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
     slabs = plan.slabs(p.HV * max(p.K, p.V))
@@ -64,10 +67,10 @@ def lightning_bwd(
         plan.put(dq_tile.unflatten(1, grouped).sum(2), slab, dq)
         plan.put(dk_tile.unflatten(1, grouped).sum(2), slab, dk)
         plan.put(tile.A.mT @ dO + tile.k_decayed @ dS_next.mT, slab, dv)
-    return dq, dk, dv, plan.by_sequence(dS).float() if p.has_initial_state else None
+    return dq, dk, dv, None, plan.by_sequence(dS).float() if p.has_initial_state else None
 
 
-def lightning_map(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:
+def lightning_transition(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:
     """(M, B) of each sequence: its last state is M h0 + B, with M [N, HV, 1, 1] one number a head. q is not read."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
@@ -153,8 +156,25 @@ def _scan(tile: _Tile, slab: Slab, states: Tensor) -> Tensor:
 
 
 def _plan(p: LightningProblem, x: LightningInputs) -> ChunkPlan:
-    return ChunkPlan(p.B, p.T, x.cu_seqlens, p.chunk_size, x.q.device)
+    return ChunkPlan(p.B, p.T, x.cu_seqlens, p.options.chunk_size, x.q.device)
 
 
 def _compute_dtype(p: LightningProblem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32  # float64 only in tests of the formulas
+
+
+# Decode: the state's factor is the same for every token, and what enters it is v itself.
+
+
+def lightning_decode(problem: DecodeProblem, x: LightningDecodeInputs) -> Tensor:
+    """See `cula/core/kernels.py`."""
+    assert x.decay is not None
+    p = problem
+    q, k = (for_value_heads(t.float(), p.HV // p.H) for t in (x.q, x.k))
+    factor = (-x.decay).exp().view(1, p.HV, 1, 1)
+
+    def step(S: Tensor, t: int) -> Tensor:
+        S *= factor
+        return x.v[:, t].float()
+
+    return decode_rows(problem, x, q * p.scale, k, step)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cula.contract import KdaProblem
+from cula.kda.problem import KdaProblem
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,16 @@ Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; for 
 from __future__ import annotations
 
 from typing import Any
+from typing import Any as DecodeInputs
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cula.contract import DecodeInputs, DecodeProblem
-from cula.ops.host import form_of
-from cula.ops.native import Address, Recipe
+from cula.core.problem import DecodeProblem
+from cula.core.replay.record import Address, LaunchRecord
+from cula.core.replay.torch_internals import form_of
 from cula.ops.triton.launch import ALIGNMENT, Launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -370,7 +371,7 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> LaunchRecord | None:
     """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came, which
     are at the same addresses. It makes o and names the pool."""
     like_v = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)
@@ -382,4 +383,4 @@ def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -
     launch = Launch(decode_kernel, grid, tensors, rest, of, **options)
     fields = x._fields
     outputs = (form_of(like_v) if x.out is None else fields.index("out"), fields.index("state"))
-    return Recipe(launch.device, (launch.run,), outputs, is_ready=launch.is_ready)
+    return LaunchRecord(launch.device, (launch.run,), outputs, is_ready=launch.is_ready)

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cula.contract import KdaInputs, KdaProblem
-from cula.ops import KdaForward, KdaGrads
+from cula.core.kernels import Forward
+from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 
 from .kda_common import CHUNK, NUM_SUBS
 from .kda_grads import kda_grads_finish_kernel, kda_grads_pairs_kernel, kda_grads_scores_kernel, kda_grads_state_kernel
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
         return self[5:]
 
 
-def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> KdaForward:
+def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
     """Outputs, and whatever else the options ask for."""
     p, options = problem, problem.options
     keep_all = options.disable_recompute and p.needs_grad
@@ -77,7 +77,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
         u = torch.empty((p.HV, p.B * p.T, p.V), dtype=p.dtype, device=x.q.device)
     if p.B * p.T == 0:
         _copy_initial_state(ht, x.initial_state)
-        return KdaForward(o, ht, _batched(h, p))
+        return Forward(o, ht, _batched(h, p))
     tiles = _prepare(p, plan, x)
     segments = _run_chains(p, plan, x, tiles, o=o, ht=ht, h=h, u=u)
     saved: tuple[Tensor | None, ...] = ()
@@ -85,7 +85,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
         saved = (*tiles, h, u, *segments)
     elif p.needs_grad:
         saved = (*tiles._replace(kb=None, kr=None, qg=None), None, None, *segments)
-    return KdaForward(o, ht, _batched(h, p) if options.return_intermediate_states else None, saved)
+    return Forward(o, ht, _batched(h, p) if options.return_intermediate_states else None, saved)
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cula.contract import KdaProblem
+from cula.kda.problem import KdaProblem
 
 from .configs import KdaConfig, kda_config, kda_segment_chunks, multiprocessors
 from .kda_common import CHUNK, span_table_kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from cula.ops.native import Address, Frame, launcher
+from cula.core.replay.record import Address, Frame, launcher
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
 

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cula.contract import LightningInputs, LightningProblem
+from cula.lightning.problem import LightningInputs, LightningProblem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 REACH = tl.constexpr(150.0)  # 2^-150 is zero in fp32

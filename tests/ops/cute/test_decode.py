@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cula.UNKNOWN import DecodeInputs, check_decode
 
 import cula
 from cula import reference
-from cula.contract import DecodeInputs, DecodeOptions, DecodeProblem, check_decode
-from cula.dispatch import choose
+from cula.core.dispatch import choose
+from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.ops.cute import decode
 from cula.ops.cute.toolchain import build, loader, variants
 from cula.reference import relative_error

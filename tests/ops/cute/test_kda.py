@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from cula import reference
-from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.dispatch import choose
-from cula.ops import native
+from cula.core.dispatch import choose
+from cula.core.replay import record as native
+from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error

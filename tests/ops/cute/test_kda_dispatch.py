@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
-from cula.contract import KdaOptions, KdaProblem
-from cula.dispatch import choose
+from cula.core.dispatch import choose
+from cula.kda.problem import KdaOptions, KdaProblem
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import loader
 

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from cula.ops import native
+from cula.core.replay import record as native
+from cula.core.replay.record import Address
 from cula.ops.cute import launch
-from cula.ops.native import Address
 from tests.support.plans import addresses
 
 tvm_ffi = pytest.importorskip("tvm_ffi")

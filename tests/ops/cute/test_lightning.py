@@ -8,8 +8,8 @@ import torch
 
 import cula
 from cula import reference
-from cula.contract import LightningInputs, LightningProblem, check_lightning
-from cula.dispatch import choose
+from cula.core.dispatch import choose
+from cula.lightning.problem import LightningInputs, LightningProblem, check_lightning
 from cula.ops.cute import lightning
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error

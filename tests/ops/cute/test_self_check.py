@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from cula.dispatch import choose
+from cula.core.dispatch import choose
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER

@@ -14,9 +14,12 @@ import sys
 from dataclasses import replace
 
 import torch
+from cula.UNKNOWN import DecodeInputs
 
 from cula import contract
-from cula.contract import DecodeInputs, DecodeOptions, KdaInputs, KdaOptions, LightningInputs
+from cula.core.problem import DecodeOptions
+from cula.kda.problem import KdaInputs, KdaOptions
+from cula.lightning.problem import LightningInputs
 from cula.ops.triton import decode, kda, launch, lightning
 from tests.support.calls import KdaCall, LightningCall
 from tests.support.sass import misplaced_descriptors

@@ -3,9 +3,10 @@
 
 import pytest
 import torch
+from cula.UNKNOWN import DecodeInputs, check_decode
 
-from cula.contract import DecodeInputs, DecodeOptions, check_decode
-from cula.ops.native import launcher
+from cula.core.problem import DecodeOptions
+from cula.core.replay.record import launcher
 from cula.ops.triton import decode
 from cula.ops.triton.launch import ALIGNMENT
 from tests.support.plans import plan_on_cpu, run_plan

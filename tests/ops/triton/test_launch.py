@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from cula.ops import native
-from cula.ops.native import Address
+from cula.core.replay import record as native
+from cula.core.replay.record import Address
 from tests.support.plans import addresses
 
 pytest.importorskip("triton")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cula import settings
-from cula.contract import KdaInputs, KdaOptions, KdaProblem, check_kda
+from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import loader
 from cula.ops.cute.toolchain.build import locked

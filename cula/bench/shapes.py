@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes that suites of several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cula.bench.cases import Case
+
+PACKED_LENS = (1300, 547, 2048, 963, 271, 3063)
+TRAINING = ("gate", "sigmoid", "norm")  # sequences start from zero, and nobody looks at their last state
+PREPARED = ("h0", "ht")  # gate, sigmoid and norm already applied: what gated-delta-rule kernels take
+STEPS = (("bfloat16", 1), ("float32", 4), ("bfloat16", 4))  # of a decode, after float32 states and one token
+
+
+def batch(suite: str, op: str, total: int, H: int, N: int, HV: int | None = None, **options: object) -> Case:
+    """N sequences of `total` tokens together."""
+    return Case(suite, op, (total // N,) * N, H, HV or H, **options)  # type: ignore[arg-type]
+
+
+def gated(cases: Sequence[Case], gates: Sequence[str]) -> list[Case]:
+    """Every case at every gate, gate by gate: a cut budget then leaves whole shapes at the first gate."""
+    return [replace(c, gate=gate) for gate in gates for c in cases]
+
+
+def decode_cases(op: str, gate: str, is_gpu: bool) -> list[Case]:
+    """The suite "decode" of a family."""
+    if not is_gpu:
+        small = [Case("decode", op, (1,) * N, 4, 4, gate=gate) for N in (1, 16)]
+        return on_cpu([*small, replace(small[1], lens=(4,) * 16, pool="bfloat16")])
+    rows = (1, 8, 64, 256)
+    cases = [Case("decode", op, (1,) * N, 32, 32, gate=gate) for N in rows]
+    cases += [Case("decode", op, (tokens,) * N, 32, 32, gate=gate, pool=pool) for pool, tokens in STEPS for N in rows]
+    return cases + [Case("decode", op, (1,) * N, H, H, gate=gate) for N, H in ((64, 12), (256, 96))]
+
+
+def host_cases(ops: Sequence[str], decode: str, gate: str, is_gpu: bool) -> list[Case]:
+    """The suite "api" of a family: calls so small that the host's time is all there is."""
+    cases = [Case("api", op, (64,), 4, 4, gate=gate, mode="host") for op in ops]
+    cases += [Case("api", decode, (1,), 4, 4, gate=gate, mode=mode) for mode in ("host", "host-o")]
+    return cases if is_gpu else [replace(c, K=32, V=32, dtype="float32") for c in cases]
+
+
+def on_cpu(cases: Sequence[Case]) -> list[Case]:
+    """Small heads in float32: seconds, on any machine."""
+    return [replace(c, K=64, V=64, dtype="float32") for c in cases]

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks that families share. Each raises with who was called, what came and what was expected, before anything is written.
+
+Dimensions: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0), K and V head dims, P slots.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+POOL_DTYPES = (torch.float32, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class ArgumentTypeError(TypeError, ValueError):
+    """A wrong dtype or Python type. Also a ValueError, so that one `except ValueError` catches every bad argument."""
+
+
+@functools.cache
+def _capability_of(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """`(9, 0)` for Hopper and so on; None for anything but CUDA. Read once a device."""
+    if device.type != "cuda":
+        return None
+    return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def unit_last_stride(t: Tensor) -> Tensor:
+    """The tensor itself where its last dimension is contiguous, otherwise a copy: kernels assume it."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def shape_of(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def word(dtype: torch.dtype) -> str:
+    """The name of a dtype as sentences have it, `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(who: str, name: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise ArgumentTypeError(f"{who}: {name} is {type(t).__name__}; expected a torch.Tensor")
+
+
+def rank_of(who: str, name: str, t: Tensor) -> int:
+    check_tensor(who, name, t)
+    return t.dim()
+
+
+def check_shape(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int, ...]) -> None:
+    check_tensor(who, name, t)
+    if t.shape != wanted:
+        raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected {letters} = {list(wanted)}")
+
+
+def check_dtype(who: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if t.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ArgumentTypeError(f"{who}: {name} has dtype {str(t.dtype).removeprefix('torch.')}; expected {names}")
+
+
+def check_devices(who: str, device: torch.device, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        check_tensor(who, name, t)
+        if t.device != device:
+            raise ValueError(f"{who}: {name} is on {t.device} but q is on {device}; all tensors must share a device")
+
+
+def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> tuple[int, ...]:
+    """Shapes, dtypes and devices of q, k, v; returns B, T, H, K, HV, V."""
+    for name, t in zip(names, (q, k, v), strict=True):
+        if rank_of(who, name, t) != 4:
+            raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    check_shape(who, names[1], k, "[B, T, H, K]", (B, T, H, K))
+    check_shape(who, names[2], v, "[B, T, HV, V]", (B, T, HV, V))
+    if H == 0 or HV % H != 0 or HV == 0:
+        raise ValueError(
+            f"{who}: {HV} value heads are not a multiple of {H} query/key heads; "
+            f"{names[2]} needs HV heads with HV % H == 0 (grouped value heads)"
+        )
+    if K == 0 or V == 0:
+        raise ValueError(f"{who}: head dims are K = {K}, V = {V}; both must be positive")
+    check_dtype(who, names[0], q, IO_DTYPES)
+    for name, t in zip(names[1:], (k, v), strict=True):
+        if t.dtype != q.dtype:
+            raise ArgumentTypeError(f"{who}: {name} has dtype {t.dtype} but {names[0]} has {q.dtype}; q, k and v share a dtype")
+    check_devices(who, q.device, **{names[1]: k, names[2]: v})
+    return B, T, H, K, HV, V
+
+
+def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor) -> int:
+    """Shape, dtype and device of the offsets; returns the number of sequences."""
+    if cu_seqlens is None:
+        return q.shape[0]
+    if rank_of(who, "cu_seqlens", cu_seqlens) != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"{who}: cu_seqlens has shape {shape_of(cu_seqlens)}; expected [N + 1] with N >= 1")
+    check_dtype(who, "cu_seqlens", cu_seqlens, INDEX_DTYPES)
+    check_devices(who, q.device, cu_seqlens=cu_seqlens)
+    if q.shape[0] != 1:
+        raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but q has shape {shape_of(q)}")
+    return cu_seqlens.shape[0] - 1
+
+
+def check_cu_seqlens_values(cu_seqlens: Tensor | None, q: Tensor, who: str) -> None:
+    """Offsets start at 0, never fall, and end at T. Reads them back."""
+    if cu_seqlens is None:
+        return
+    offsets = cu_seqlens.tolist()
+    T = q.shape[1]
+    if offsets[0] != 0 or offsets[-1] != T or any(b < a for a, b in itertools.pairwise(offsets)):
+        shown = offsets if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
+        raise ValueError(f"{who}: cu_seqlens is {shown}; expected non-decreasing offsets from 0 to T = {T}")
+
+
+def check_state(who: str, name: str, h: Tensor | None, N: int, HV: int, V: int, K: int) -> None:
+    if h is None:
+        return
+    if h.shape == (N, HV, K, V) and K != V:
+        raise ValueError(
+            f"{who}: {name} has shape {shape_of(h)}, which is [N, HV, K, V]; "
+            f"states are [N, HV, V, K] = {[N, HV, V, K]} here (K last): pass {name}.transpose(-1, -2)"
+        )
+    check_shape(who, name, h, "[N, HV, V, K]", (N, HV, V, K))
+    check_dtype(who, name, h, (torch.float32,))
+
+
+def check_pool(who: str, name: str, pool: Tensor, layout: str, inner: tuple[int, int, int]) -> int:
+    if rank_of(who, name, pool) != 4 or pool.shape[1:] != inner:
+        raise ValueError(f"{who}: {name} has shape {shape_of(pool)}; expected {layout} = {['P', *inner]}")
+    check_dtype(who, name, pool, POOL_DTYPES)
+    if pool.stride()[1:] != (inner[1] * inner[2], inner[2], 1):
+        raise ValueError(
+            f"{who}: {name} has strides {pool.stride()}; a slot must be contiguous (its stride may be padded), "
+            "because the pool is updated in place"
+        )
+    return pool.shape[0]
+
+
+def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
+    live = indices[indices > 0] if null_is_nonpositive else indices[indices >= 0]
+    if live.numel() and int(live.max()) >= slots:
+        raise ValueError(f"{who}: {name} holds {int(live.max())}, but the pool has {slots} slots (0 to {slots - 1})")
+    if live.unique().numel() != live.numel():
+        raise ValueError(f"{who}: {name} names a slot twice: {indices.tolist()}; rows of a call must not share a slot")
+
+
+def check_finite(who: str, x: NamedTuple, skip: tuple[str, ...] = ()) -> None:
+    for name, t in zip(x._fields, x, strict=True):
+        if name not in skip and t is not None and t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            raise ValueError(f"{who}: {name} holds NaN or Inf")
+
+
+def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> None:
+    """ValueError unless an argument is one of the known values."""
+    if given not in known:
+        raise ValueError(f"{who}: {name} is {given!r}; expected one of {list(known)}")
+
+
+def check_device_argument(device: torch.device | str | None, q: Tensor, who: str) -> None:
+    """`device=` is a statement, not a transfer: it must name the device the tensors are on."""
+    if device is None:
+        return
+    wanted = torch.device(device)
+    if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
+        raise ValueError(f"{who}: device={str(wanted)!r} but q is on {q.device}; move the tensors first")
+
+
+def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backend: str, options: Iterable[str]) -> None:
+    """TypeError for a keyword that neither the function nor the backend knows; names the nearest one that they do."""
+    options = sorted(options)
+    for name in given:
+        if name in options:
+            continue
+        near = difflib.get_close_matches(name, [*known, *options], n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        takes = f"the options {', '.join(options)}" if options else "no options of its own"
+        raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend {backend!r} takes {takes})")

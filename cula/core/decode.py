@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a decode, for every family: look for a recorded launch, check, choose, run, record. See `core/prefill.py`.
+
+A call has N rows of T tokens each; a packed call `[1, N, H, K]` is N rows of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from cula import settings
+from cula.core import checks, operator
+from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
+from cula.core.constants import MAX_DECODE_TOKENS
+from cula.core.device import on_device_of
+from cula.core.dispatch import Choice, choose_decode
+from cula.core.explain import explained, is_explaining
+from cula.core.family import FAMILIES, Decode, Family
+from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad
+
+
+class Dims(NamedTuple):
+    """The sizes of a decode, and how its tokens lie: lead is (N, T), or (1, N) where rows are packed."""
+
+    N: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    lead: tuple[int, int]
+    lead_name: str  # as errors write it, "[N, T"
+
+
+class DecodeRequest(NamedTuple):
+    """A checked call."""
+
+    family: Family
+    problem: DecodeProblem
+    x: Any  # the family's decode inputs as N rows of T tokens
+    is_packed: bool
+    who: str
+
+
+def decode(
+    family: Family,
+    x: Any,
+    options: DecodeOptions,
+    *,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    extra: dict[str, Any] | None = None,
+    who: str = "cula_decode",
+) -> Any:
+    """Make a decode of a family: `(o, state)`, o of v's shape and the pool that was passed in.
+
+    Args:
+        x: the family's decode inputs.
+        extra: keywords that the function does not know, for the backend; what that does not know either is refused.
+        who: how errors call the function.
+    """
+    assert family.decode is not None
+    if options.scale is not None:
+        options = options._replace(scale=float(options.scale))
+    if is_dynamo_compiling():
+        return operator.call_decode(family, x, options, device, backend, extra, who)
+    static_args = None
+    if not (extra or is_explaining.get()):
+        static_args = (options, device, backend)
+        done = family.decode.replay.run(x, static_args)
+        if done is not None:
+            return done
+    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+        return operator.call_decode(family, x, options, device, backend, extra, who)
+
+    request = describe_decode(family, x, options, device, who)
+    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
+    known = (*family.decode.Inputs._fields, *options._fields)
+    checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
+    if is_explaining.get():
+        raise explained(choice, request.problem)
+    if settings.check_values() or (x.q.device.type == "cpu" and x.state_indices is not None):
+        check_values(request)
+    with on_device_of(x.q):
+        o = choice.backend.load(family.name, f"{family.name}_decode")(request.problem, request.x)
+        if static_args is not None:
+            family.decode.replay.keep(x, static_args, lambda: record(request, choice, x))
+    if x.out is not None:
+        return x.out, x.state
+    return o.view(x.v.shape) if request.is_packed else o, x.state
+
+
+def record(request: DecodeRequest, choice: Choice, given: Any) -> Any:
+    """A record of launches for calls like this one, where the backend has one for it.
+
+    It takes tensors as they come. They do for the kernel where normalising copied nothing: their addresses are the same, and so
+    the strides that the checked ones have.
+    """
+    if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, request.x)):
+        return None
+    make = choice.backend.find(request.family.name, f"record_{request.family.name}_decode")
+    return None if make is None else make(request.problem, request.x, given)
+
+
+def describe_decode(
+    family: Family,
+    x: Any,
+    options: DecodeOptions,
+    device: torch.device | str | None,
+    who: str,
+    trains: bool | None = None,
+) -> DecodeRequest:
+    """Raise on anything wrong, or return the checked call. Reads no data.
+
+    Args:
+        trains: whether a tensor requires a gradient; None to read it off them, which an operator's fake cannot.
+    """
+    assert family.decode is not None
+    traits, q, state = family.decode, x.q, x.state
+    B, rows, H, K, HV, V = checks.check_qkv(who, q, x.k, x.v)
+    layout, inner = ("[P, HV, K, V]", (HV, K, V)) if options.state_is_kv else ("[P, HV, V, K]", (HV, V, K))
+    P = checks.check_pool(who, "state", state, layout, inner)
+    checks.check_devices(who, q.device, **dict(zip(x._fields[3:], x[3:])))
+    is_packed = _check_rows(x, B, rows, P, who)
+    N, T = (rows, 1) if is_packed else (B, rows)
+    dims = Dims(N, T, H, HV, K, V, (1, N) if is_packed else (N, T), "[1, N" if is_packed else "[N, T")
+    own, facts = traits.check(x, options, dims, who)
+    _check_drafts(x, dims, layout, inner, who)
+    if needs_grad(x) if trains is None else trains:
+        raise ValueError(
+            f"{who}: decode updates its state in place and has no gradient, but an input requires grad; "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+    checks.check_device_argument(device, q, who)
+    problem = DecodeProblem(
+        family=family.name,
+        device=q.device.type,
+        sm=checks.compute_capability(q.device),
+        dtype=q.dtype,
+        pool_dtype=state.dtype,
+        N=N,
+        T=T,
+        P=P,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        has_indices=x.state_indices is not None,
+        has_token_indices=x.state_indices is not None and x.state_indices.dim() == 2,
+        has_accepted=x.num_accepted_tokens is not None,
+        has_intermediate_states=x.intermediate_states is not None,
+        scale=K**-0.5 if options.scale is None else float(options.scale),
+        options=options,
+        has_aligned_slots=_has_aligned_slots(state),
+        **facts,
+    )
+    return DecodeRequest(family, problem, _as_rows(x, own, is_packed), is_packed, who)
+
+
+def _check_rows(x: Any, B: int, rows: int, P: int, who: str) -> bool:
+    """How q's first two dimensions are to be read; whether as packed rows of one token."""
+    indices = x.state_indices
+    if indices is not None:
+        checks.check_tensor(who, "state_indices", indices)
+        checks.check_dtype(who, "state_indices", indices, INDEX_DTYPES)
+        if indices.dim() not in (1, 2):
+            raise ValueError(f"{who}: state_indices has shape {checks.shape_of(indices)}; expected [N] or [N, T]")
+    sequences = P if indices is None else indices.shape[0]
+    is_packed = sequences != B and B == 1 and sequences == rows
+    if sequences != B and not is_packed:
+        given = (
+            f"state holds {P} slots and state_indices is None"
+            if indices is None
+            else f"state_indices has shape {checks.shape_of(indices)}"
+        )
+        raise ValueError(
+            f"{who}: q has shape {checks.shape_of(x.q)}, that is {B} rows of {rows} tokens or {rows} packed rows, but {given}; "
+            "give one index a row"
+        )
+    T = 1 if is_packed else rows
+    if not 1 <= T <= MAX_DECODE_TOKENS:
+        raise ValueError(f"{who}: {T} tokens a row; decode takes 1 to {MAX_DECODE_TOKENS} (use prefill for more)")
+    if indices is not None and indices.dim() == 2:
+        checks.check_shape(who, "state_indices", indices, "[N, T]", (rows if is_packed else B, T))
+    return is_packed
+
+
+def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], who: str) -> None:
+    """What keeps and undoes draft tokens, and `out`."""
+    if x.num_accepted_tokens is not None:
+        checks.check_shape(who, "num_accepted_tokens", x.num_accepted_tokens, "[N]", (dims.N,))
+        checks.check_dtype(who, "num_accepted_tokens", x.num_accepted_tokens, INDEX_DTYPES)
+        if x.intermediate_states is None and (x.state_indices is None or x.state_indices.dim() != 2):
+            raise ValueError(
+                f"{who}: num_accepted_tokens needs the states it goes back to: pass intermediate_states=, "
+                "or state_indices of shape [N, T]"
+            )
+    if x.intermediate_states is not None:
+        wanted = (dims.N, dims.T, *inner)
+        checks.check_shape(who, "intermediate_states", x.intermediate_states, "[N, T" + layout[2:], wanted)
+        checks.check_dtype(who, "intermediate_states", x.intermediate_states, POOL_DTYPES)
+    if x.out is not None:
+        checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
+        checks.check_dtype(who, "out", x.out, (x.q.dtype,))
+
+
+def _has_aligned_slots(state: Tensor) -> bool:
+    """Slots begin at multiples of 16 bytes. Tensors without memory (a compiler's) are taken for aligned."""
+    if state.stride(0) * state.element_size() % 16:
+        return False
+    return torch.compiler.is_compiling() or isinstance(state, torch._subclasses.FakeTensor) or state.data_ptr() % 16 == 0
+
+
+def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
+    """The tensors with tokens as [N, T, ...]."""
+
+    def rows(t: Tensor | None) -> Tensor | None:
+        return t.transpose(0, 1) if is_packed and t is not None else t
+
+    tokens = {name: rows(checks.unit_last_stride(getattr(x, name))) for name in ("q", "k", "v")}
+    of_tokens = {name: rows(t) if t is not None and t.dim() > 2 else t for name, t in own.items()}
+    return x._replace(**tokens, **of_tokens, out=rows(x.out))
+
+
+def check_values(request: DecodeRequest) -> None:
+    """The checks that read data: slots in range and distinct, accepted counts; with CULA_CHECK=1 also what a family checks."""
+    x, p, who = request.x, request.problem, request.who
+    if x.state_indices is not None:
+        checks.check_slots(who, "state_indices", x.state_indices, p.P, p.options.null_is_nonpositive)
+    accepted = x.num_accepted_tokens
+    if accepted is not None and bool(((accepted < 0) | (accepted > p.T)).any()):
+        raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {p.T}")
+    if settings.check_values():
+        checks.check_finite(who, x, skip=("state", "state_indices", "num_accepted_tokens", "intermediate_states", "out"))
+        assert request.family.decode is not None
+        request.family.decode.check_values(x, p, who)
+
+
+def decode_inputs(
+    mode: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, given: dict[str, Any], who: str
+) -> tuple[Family, Any]:
+    """The family that a mode names, and its inputs from the tensors given by name; refuses those of other families."""
+    family = FAMILIES.get(mode)
+    traits: Decode | None = None if family is None else family.decode
+    if family is None or traits is None:
+        known = [name for name, f in FAMILIES.items() if f.decode is not None]
+        raise ValueError(f"{who}: mode is {mode!r}; expected one of {known}")
+    strays = [name for name, t in given.items() if t is not None and name not in traits.Inputs._fields]
+    for name in strays:
+        takers = [f"{f.name!r}" for f in FAMILIES.values() if f.decode is not None and name in f.decode.own]
+        own = " and ".join(f"{n}=" for n in traits.own[:2])
+        raise ValueError(f"{who}: {name}= belongs to mode {' or '.join(takers) or 'no family'}; mode {mode!r} takes {own}")
+    return family, traits.Inputs(q, k, v, state, **{name: given[name] for name in traits.Inputs._fields[4:] if name in given})

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a prefill, for every family: look for a recorded launch, check, choose, run, record.
+
+    prefill(FAMILY, x, options, serving, ...)
+      |  family.replay.run     a call like one before goes straight to its launches           core/replay
+      |  describe              raise, or say what the call is: a Problem of plain values      family.check, core/checks.py
+      |  choose_prefill        forward, backward and pool handling, chosen once: a Choice     core/dispatch.py
+      v
+    execute                    the chosen kernels, in one autograd node where a gradient is needed
+
+Under `torch.compile` the call enters an operator instead, whose body is this same function (`core/operator.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from cula import settings
+from cula.core import checks, operator
+from cula.core.device import on_device_of
+from cula.core.dispatch import IN_PLACE, Choice, choose_prefill
+from cula.core.explain import explained, is_explaining
+from cula.core.family import Family
+from cula.core.pool import (
+    Serving,
+    check_checkpoints,
+    check_serving,
+    check_slot_values,
+    checkpoint_rows,
+    read_pool,
+    write_checkpoints,
+    write_pool,
+)
+from cula.core.problem import Problem
+
+NOTHING_TO_SERVE = Serving()
+
+Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
+
+
+class Request(NamedTuple):
+    """A checked call."""
+
+    family: Family
+    problem: Problem
+    x: Any  # the family's Inputs, normalised
+    serving: Serving
+    options: Any  # as the caller gave them; those of the problem may ask the kernels for more
+    checkpoint_every: int | None
+    who: str
+
+
+def prefill(
+    family: Family,
+    x: Any,
+    options: Any,
+    serving: Serving = NOTHING_TO_SERVE,
+    *,
+    checkpoint_every: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    extra: dict[str, Any] | None = None,
+    who: str = "",
+) -> Any:
+    """Make a call of a family: `(o, final_state)`, or `(o, final_state, states)` where the options ask for states.
+
+    Args:
+        x: the family's `Inputs`.
+        options: the family's `Options`.
+        extra: keywords that the function does not know, for the backend; what that does not know either is refused.
+        who: how errors call the function; the family's own name by default.
+    """
+    who = who or family.function
+    if options.scale is not None:
+        options = options._replace(scale=float(options.scale))
+    if is_dynamo_compiling():
+        return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
+    tensors = x + serving
+    static_args = None
+    if not (extra or checkpoint_every or serving.checkpoint_states is not None or is_explaining.get()):
+        static_args = (options, device, backend)
+        done = family.replay.run(tensors, static_args)
+        if done is not None:
+            return done
+    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+        return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
+
+    request = describe(family, x, options, serving, checkpoint_every, device, who)
+    choice = choose_prefill(request.problem, backend, may_run=not is_explaining.get())
+    checks.refuse_keywords(who, extra or (), options._fields, choice.name, choice.backend.options)
+    if is_explaining.get():
+        raise explained(choice, request.problem)
+    check_values(request)
+    result = execute(request, choice)
+    if static_args is not None and not request.problem.needs_grad:
+        family.replay.keep(tensors, static_args, lambda: record(request, choice, tensors))
+    return result
+
+
+def describe(
+    family: Family,
+    x: Any,
+    options: Any,
+    serving: Serving,
+    checkpoint_every: int | None,
+    device: torch.device | str | None,
+    who: str,
+    needs_grad: bool | None = None,
+) -> Request:
+    """Raise on anything wrong, or return the checked call. Reads no data.
+
+    Args:
+        needs_grad: what the problem is to say; None to read it off the tensors, which an operator's fake cannot.
+    """
+    keeps_checkpoints = serving.checkpoint_states is not None or checkpoint_every is not None
+    if keeps_checkpoints and not family.keeps_states:
+        raise TypeError(f"{who}: checkpoint_every and checkpoint_states are not arguments of this family")
+    of_kernel = options
+    if keeps_checkpoints:
+        of_kernel = of_kernel._replace(return_intermediate_states=True, output_final_state=True)
+    elif serving.state_pool is not None:
+        of_kernel = of_kernel._replace(output_final_state=True)
+    problem, normalised = family.check(x, of_kernel, who)
+    if needs_grad is not None:
+        problem = replace(problem, needs_grad=needs_grad)
+    checks.check_device_argument(device, x.q, who)
+    check_serving(serving, problem, x.q, who)
+    check_checkpoints(checkpoint_every, serving.checkpoint_states, problem, who)
+    if problem.needs_grad and getattr(options, "return_intermediate_states", False):
+        raise ValueError(
+            f"{who}: return_intermediate_states=True is for inference, but an input requires grad; "
+            "call under torch.no_grad() or torch.inference_mode()"
+        )
+    if serving.state_pool is not None:
+        problem = replace(problem, pool_dtype=serving.state_pool.dtype)
+    return Request(family, problem, normalised, serving, options, checkpoint_every, who)
+
+
+def check_values(request: Request) -> None:
+    """With CULA_CHECK=1, everything that needs values; on a CPU, where they are at hand, always offsets and slots."""
+    x, who = request.x, request.who
+    if settings.check_values():
+        request.family.check_values(x, request.problem, who)
+    elif x.q.device.type != "cpu":
+        return
+    checks.check_cu_seqlens_values(x.cu_seqlens, x.q, who)
+    check_slot_values(request.serving, who)
+
+
+def execute(request: Request, choice: Choice) -> Any:
+    """Run the chosen kernels."""
+    family, p, x, serving, options, every, who = request
+    pool, out, buffer = serving.pool, serving.out, serving.checkpoint_states
+    rows = [] if every is None or buffer is None else checkpoint_rows(every, buffer, p, x.cu_seqlens, who)
+    states = None
+    with on_device_of(x.q):
+        if p.needs_grad:
+            o, final_state = operator.Attention.apply(p, choice, type(x), *x)
+        elif pool is not None and choice.pool == IN_PLACE and not options.output_final_state:
+            o, final_state = choice.backend.load(family.name, f"{family.name}_fwd_pool")(p, x, pool, out), None
+        else:
+            if pool is not None:
+                x = x._replace(initial_state=read_pool(pool))
+            o, final_state, states, _ = choice.backend.load(family.name, f"{family.name}_fwd")(p, x, out)
+            if pool is not None:
+                write_pool(pool, final_state)
+            if buffer is not None:
+                write_checkpoints(buffer, rows, states, final_state)
+    final_state = final_state if options.output_final_state else None
+    return (o, final_state, states) if getattr(options, "return_intermediate_states", False) else (o, final_state)
+
+
+def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -> Any:
+    """What makes calls like this one: a record of launches where the backend has one for it, otherwise the chosen kernels without
+    checks and choice. None where the checks had to copy a tensor, which the next call's would need too."""
+    family, x = request.family, request.x
+    if any(a is not b for a, b in zip(x, given)):
+        return None
+    if request.serving.pool is None:
+        make = choice.backend.find(family.name, f"record_{family.name}_fwd")
+        made = None if make is None else make(request.problem, x, request.serving.out)
+        if made is not None:
+            return made
+
+    def again(tensors: tuple[Tensor | None, ...]) -> Any:
+        count = len(x)
+        return execute(request._replace(x=type(x)(*tensors[:count]), serving=Serving(*tensors[count:])), choice)
+
+    return again

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is remembered of a function's calls, so that the same call again costs the host a few microseconds.
+
+Whether a call is valid, which backend takes it and how its kernels are launched follow from its *signature*: type, shape,
+strides, dtype, device and alignment of every tensor, and every argument that is no tensor (its *static arguments*). A call
+whose signature has been seen is made by its record; any other goes the long way (checks, choice, kernels) and leaves a record.
+
+What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long way. In a
+record: addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way and
+leaves the record as it is. On a CPU there are no records: offsets and slots are checked there on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from cula import settings
+from cula.core.replay import record
+from cula.core.replay.record import LaunchRecord, Replayer, Tensors
+
+CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
+
+LATEST = 8  # records compared with before a signature is written down
+
+
+class ReplayCache:
+    """The records of one function, by signature. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._records: dict[Hashable, LaunchRecord | Replayer] = {}
+        # The latest of them to be used, newest first, with their static arguments: most calls repeat one of those before, and to
+        # compare tensors with those of a record is several times as fast as to write their signature down.
+        self._latest: tuple[tuple[Hashable, Replayer], ...] = ()
+        self._first: Any = None  # looks through them; there once something is
+
+    def run(self, tensors: Tensors, static_args: Hashable) -> Any:
+        """What the record for such a call returns. None: there is none or it does not fit, and the call goes the long way."""
+        if self._first is None or settings.check_values():
+            return None
+        done = self._first(self._latest, tensors, static_args)
+        if done is not NotImplemented:
+            return done
+        if torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
+            return None
+        found = self._records.get((signature(tensors), static_args))
+        if found is None:
+            return None
+        again = record.replayer(tensors, found)
+        done = again(tensors)
+        if done is NotImplemented:
+            return None
+        self._remember(static_args, again)
+        return done
+
+    def keep(self, tensors: Tensors, static_args: Hashable, make: Callable[[], LaunchRecord | Replayer | None]) -> None:
+        """Make a record for calls like this one, which went the long way, unless there is one. Nothing is kept of a call that may
+        have none."""
+        seen = signature(tensors)
+        if seen is None or (seen, static_args) in self._records or settings.check_values():
+            return
+        made = make()
+        if made is None:
+            return
+        if len(self._records) >= CAPACITY:
+            self._records.clear()
+            self._latest = ()
+        self._records[seen, static_args] = made
+        self._remember(static_args, record.replayer(tensors, made))
+
+    def _remember(self, static_args: Hashable, again: Replayer) -> None:
+        self._latest = ((static_args, again), *self._latest[: LATEST - 1])
+        self._first = record.finder()
+
+
+def signature(tensors: Tensors) -> Hashable | None:
+    """What tensors have in common with those of a call like theirs; None if such a call has no record."""
+    return record.signature(tensors) if getattr(tensors[0], "is_cuda", False) else None

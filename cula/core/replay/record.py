@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A repeated call in C, where Python would take microseconds for each step: `native.c`.
+
+    record = LaunchRecord(device, (launcher(addresses, plain, frame), ...), outputs)    # once, by a backend
+    again = replayer(tensors, record)                                                   # once
+    ...
+    done = again(others)    # each time: outputs; NotImplemented where the others are not like the tensors, None where an address
+                            # will not do or a launch failed
+
+The C code is compiled at the first record, by the function with which Triton compiles its own launchers, and kept in Triton's
+cache. Where that cannot be done, or torch does not let its tensors be read from C (before 2.10), all of it is done here in
+Python: the same calls, and a few microseconds more for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cula.core.replay.torch_internals import Form, current_device, current_stream, empty
+
+logger = logging.getLogger("cula")
+
+Tensors = tuple[Tensor | None, ...]
+ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are multiples of this, or for any
+Addresses = Any  # of the tensors of a call, in order, 0 for None: bytes for native.c, a tuple of integers without it
+Guard = Callable[[Tensors], Addresses | None]
+Launcher = Callable[..., bool]  # (stream, addresses of the call's tensors, *outputs)
+Replayer = Callable[[Tensors], Any]
+
+
+class Address(NamedTuple):
+    """An argument of a kernel that is an address."""
+
+    of: int | None  # the tensor of a call with this number; ~0, ~1, ...: the first, the second, ... of the outputs; None: of none
+    alignment: int = 1  # bytes that it must be a multiple of
+    absent: int = 0  # stands for None
+
+
+class Frame(NamedTuple):
+    """How a function is called from C: it takes four words, and what they point to is laid out in a block of memory.
+
+    A call copies the block, writes addresses into the copy and passes its first four words on.
+    """
+
+    function: int  # its address; it returns 0 where all went well
+    block: bytes
+    pointers: tuple[tuple[int, int], ...]  # (at, to): the word at offset `at` is the address of what is at offset `to`
+    stream: int  # the offset of the stream
+    places: tuple[tuple[int, int], ...]  # (number of an `Address`, its offset)
+    keep: Any  # what the function needs alive
+
+
+class LaunchRecord(NamedTuple):
+    """What a repeated call does: make its outputs, launch kernels on the current stream, return the outputs."""
+
+    device: int | None  # made current where it is not
+    launches: tuple[Launcher, ...]
+    outputs: tuple[
+        int | Form | None, ...
+    ]  # the number of a tensor of the call; what `torch_internals.empty` makes one from; None
+    workspace: Callable[[int], Tensor] | None = None  # for a stream: one more output for the launches, not returned
+    is_ready: Callable[[], bool] | None = None  # False: the call goes the long way
+
+
+@functools.cache
+def _compiled() -> Any:
+    """The module that `native.c` makes, or None."""
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        return compile_module_from_src(Path(__file__).with_name("native.c").read_text(), "cula_native")
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as reason:
+        logger.info("repeated calls take some microseconds more: native.c cannot be used here (%s)", reason)
+        return None
+
+
+def launcher(of: Sequence[Address], plain: Callable[..., Any], frame: Frame | None) -> Launcher:
+    """A function that launches a kernel and says whether it did; where it did not, the call goes the long way.
+
+    Args:
+        of: the kernel's addresses.
+        plain: takes the stream and those addresses, and launches.
+        frame: does the same from C; None where there is none.
+    """
+    native = _compiled()
+    if native is None or frame is None:
+        return _plain(tuple(of), plain)
+    places = tuple((of[i].of, at, of[i].alignment) for i, at in frame.places if of[i].of is not None)
+    return native.Launch(frame.function, frame.block, frame.pointers, frame.stream, places, frame.keep)
+
+
+def guard(tensors: Tensors) -> Guard:
+    """A function that returns the addresses of tensors like these, and None for others: type, shape, strides, dtype, device and
+    alignment are compared, and whether there is a gradient to make."""
+    native = _compiled()
+    if native is not None:
+        return native.Guard(tensors)
+    seen = signature(tensors)
+    return lambda others: _addresses(others) if signature(others) == seen is not None else None
+
+
+def replayer(tensors: Tensors, record: LaunchRecord | Replayer) -> Replayer:
+    """A function that makes a call like the one with these tensors by a record, or by a function of tensors; NotImplemented for
+    tensors that are not like them."""
+    native, is_like = _compiled(), guard(tensors)
+    if not isinstance(record, LaunchRecord):
+        return lambda others: NotImplemented if is_like(others) is None else record(others)
+    if native is None or not all(isinstance(launch, native.Launch) for launch in record.launches):
+        return lambda others: NotImplemented if (at := is_like(others)) is None else _follow(record, others, at)
+    device, launches, outputs, workspace, is_ready = record
+    return native.Record(
+        is_like, launches, outputs, workspace, is_ready, device, current_device, current_stream, empty, _elsewhere
+    )
+
+
+def finder() -> Callable[[tuple[tuple[Any, Replayer], ...], Tensors, Any], Any]:
+    """A function of pairs (static arguments, function), tensors and static arguments: what the first function with those makes of
+    the tensors; NotImplemented if there is none that does."""
+    native = _compiled()
+    return _first if native is None else native.first
+
+
+def _elsewhere(device: int, again: Replayer, tensors: Tensors) -> Any:
+    with torch.cuda.device(device):
+        return again(tensors)
+
+
+# Without native.c
+
+
+def _first(known: tuple[tuple[Any, Replayer], ...], tensors: Tensors, static_args: Any) -> Any:
+    for of, again in known:
+        if of == static_args and (done := again(tensors)) is not NotImplemented:
+            return done
+    return NotImplemented
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple([0 if t is None else t.data_ptr() for t in tensors])
+
+
+def signature(tensors: Tensors) -> tuple[Any, ...] | None:
+    """What tensors have in common with those of a call like theirs; None if there is a gradient to make, or no tensor with memory
+    of its own where one belongs."""
+    try:
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+            return None
+        return tuple(
+            [
+                t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT == 0)
+                for t in tensors
+            ]
+        )
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, or one of functorch's or of a fake mode
+        return None
+
+
+def _form(t: Tensor) -> tuple[Any, ...]:
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT == 0
+
+
+def _plain(of: tuple[Address, ...], plain: Callable[..., Any]) -> Launcher:
+    def launch(stream: int, at: Addresses, *outputs: Tensor | None) -> bool:
+        if not isinstance(at, tuple):
+            at = memoryview(at).cast("Q")
+        made = _addresses(outputs)
+        there = [0 if a.of is None else at[a.of] if a.of >= 0 else made[~a.of] for a in of]
+        if any([address % a.alignment for a, address in zip(of, there)]):
+            return False
+        plain(stream, *[address or a.absent for a, address in zip(of, there)])
+        return True
+
+    return launch
+
+
+def _follow(record: LaunchRecord, tensors: Tensors, at: Addresses) -> tuple[Tensor | None, ...] | None:
+    device, launches, outputs, workspace, is_ready = record
+    if is_ready is not None and not is_ready():
+        return None
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return _follow(record, tensors, at)
+    stream = current_stream(device)
+    made = tuple([tensors[o] if isinstance(o, int) else o if o is None else empty(*o) for o in outputs])
+    seen = made if workspace is None else (*made, workspace(stream))
+    for launch in launches:
+        if not launch(stream, at, *seen):
+            return None
+    return made

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level 1 of Lightning Attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.core.constants import CHUNK
+from cula.core.pool import Serving
+from cula.core.prefill import prefill
+from cula.lightning.family import FAMILY
+from cula.lightning.problem import LightningInputs, LightningOptions
+
+
+def cula_lightning(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    device: torch.device | str | None = None,
+    has_initial_state: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning Attention over whole sequences, on the fastest kernel that can serve the call.
+
+    For each token of a value head, with a state S [V, K]:  S <- exp(-s) S + v_t k_t^T;   o_t = scale * S q_t
+
+    Differentiable in Q, K, V and initial_state, and through final_state.
+
+    Args:
+        Q, K: queries and keys, `[B, T, H, K]`, bf16, fp16 or fp32. Value head hv reads head `hv // (HV // H)`.
+        V: values, `[B, T, HV, V]`, the dtype of Q.
+        decay: s >= 0 of each value head, `[HV]` float32 (HV is H in the ordinary case).
+        scale: factor on o; `K ** -0.5` by default.
+        initial_state: `[N, HV, V, K]` float32; zeros by default.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1); int32 or int64.
+        state_pool: `[P, HV, V, K]` fp32 or bf16; sequence n starts from slot `initial_state_indices[n]` and leaves its
+            last state there (inference only). A negative index starts at zero and writes nothing.
+        initial_state_indices: `[N]` int32 or int64.
+        chunk_size: tokens handled at once, a power of two from 16 to 256; the result does not depend on it.
+        device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
+        has_initial_state: `[N]` bool; False starts from zero and still writes the slot.
+        out: `[B, T, HV, V]` tensor that takes o (inference only).
+        backend: force a backend by name; "auto" takes the best that can.
+        **kwargs: options of the chosen backend; any other keyword is a TypeError.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in Q's dtype; final_state `[N, HV, V, K]` float32, or None unless
+        `output_final_state`.
+
+    Example:
+        >>> import torch, cula
+        >>> q, k, v = (torch.randn(1, 100, 2, 32) for _ in range(3))
+        >>> o, state = cula.cula_lightning(q, k, v, torch.tensor([0.1, 0.5]), output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
+    """
+    x = LightningInputs(Q, K, V, decay, initial_state, cu_seqlens)
+    serving = Serving(out, state_pool, initial_state_indices, has_initial_state)
+    options = LightningOptions(scale, chunk_size, output_final_state)
+    return prefill(FAMILY, x, options, serving, device=device, backend=backend, extra=kwargs)

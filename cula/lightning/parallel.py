@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level 2 of Lightning Attention: `cula.dist` has these. See there for what every rank holds before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cula.dist.cost import Schedule
+from cula.dist.cp import cp_call, tp_cp_call
+from cula.dist.tp import tp_call
+from cula.lightning.family import FAMILY
+from cula.lightning.problem import LightningInputs
+
+
+def cula_lightning_tp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    tp_group: Any = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    input_is_parallel: bool = False,
+    gather_output: bool = False,
+    nvshmem_backend: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """`cula_lightning` with its heads shared out over the ranks of a group; arguments as in `cula_kda_tp`."""
+    given = {
+        "tp_group": tp_group,
+        "tp_size": tp_size,
+        "tp_rank": tp_rank,
+        "input_is_parallel": input_is_parallel,
+        "gather_output": gather_output,
+        "nvshmem_backend": nvshmem_backend,
+    }
+    return tp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_tp")
+
+
+def cula_lightning_cp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    sp_group: Any,
+    sp_size: int,
+    sp_rank: int,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cp_mode: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "complete",
+    broadcast_final_state: bool = False,
+    schedule: Schedule | None = None,
+    nvshmem_backend: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_lightning` over sequences whose tokens lie on several ranks; arguments as in `cula_kda_cp`."""
+    given = {
+        "sp_group": sp_group,
+        "sp_size": sp_size,
+        "sp_rank": sp_rank,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cp_mode": cp_mode,
+        "cu_seqlens": cu_seqlens,
+        "sp_mode": sp_mode,
+        "broadcast_final_state": broadcast_final_state,
+        "schedule": schedule,
+        "nvshmem_backend": nvshmem_backend,
+    }
+    return cp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_cp")
+
+
+def cula_lightning_tp_cp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    tp_group: Any,
+    sp_group: Any,
+    tp_size: int,
+    sp_size: int,
+    tp_rank: int,
+    sp_rank: int,
+    input_is_parallel: bool = False,
+    gather_output: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_lightning_cp` on this rank's heads; see `cula_kda_tp_cp`."""
+    given = {
+        "tp_group": tp_group,
+        "sp_group": sp_group,
+        "tp_size": tp_size,
+        "sp_size": sp_size,
+        "tp_rank": tp_rank,
+        "sp_rank": sp_rank,
+        "input_is_parallel": input_is_parallel,
+        "gather_output": gather_output,
+    }
+    return tp_cp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_tp_cp")

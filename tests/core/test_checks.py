@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input gets the error that names it, before anything is launched or written."""
+
+import pytest
+import torch
+
+import cula
+from cula.core.checks import ArgumentTypeError
+from cula.core.decode import describe_decode
+from cula.core.problem import DecodeOptions
+from cula.kda.family import FAMILY as KDA
+from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda
+
+
+def tensors_of(arguments):
+    return {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
+
+
+def assert_refused(function, arguments, error, *fragments):
+    """The call raises `error` with a message that holds every fragment, and no tensor passed in has changed."""
+    before = {name: t.clone() for name, t in tensors_of(arguments).items()}
+    with torch.no_grad(), pytest.raises(error) as caught:
+        function(**arguments)
+    for fragment in fragments:
+        assert fragment in str(caught.value), f"{fragment!r} is not in: {caught.value}"
+    for name, t in tensors_of(arguments).items():
+        assert torch.equal(t.nan_to_num(), before[name].nan_to_num()), f"{name} was changed by a call that was refused"
+
+
+def kda_arguments(**changes):
+    T, H, HV, K, V = 6, 2, 4, 8, 16
+    return {
+        "q": torch.randn(1, T, H, K),
+        "k": torch.randn(1, T, H, K),
+        "v": torch.randn(1, T, HV, V),
+        "g": -torch.rand(1, T, HV, K),
+        "beta": torch.rand(1, T, HV),
+    } | changes
+
+
+def gate(**changes):
+    return {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4, 8)} | changes
+
+
+KDA_CASES = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, ("q", "list", "torch.Tensor")),
+    "q of rank 3": ({"q": torch.randn(6, 2, 8)}, ValueError, ("q", "[6, 2, 8]", "[B, T, heads, dim]")),
+    "k of another shape": ({"k": torch.randn(1, 6, 2, 9)}, ValueError, ("k", "[1, 6, 2, 9]", "[1, 6, 2, 8]")),
+    "v of another length": ({"v": torch.randn(1, 5, 4, 16)}, ValueError, ("v", "[1, 5, 4, 16]", "[1, 6, 4, 16]")),
+    "g without its K": ({"g": torch.randn(1, 6, 4, 1)}, ValueError, ("g", "[1, 6, 4, 1]", "[B, T, HV, K]")),
+    "scalar g with H heads": ({"g": torch.randn(1, 6, 2)}, ValueError, ("g", "[B, T, HV]")),
+    "beta of another shape": ({"beta": torch.rand(1, 6, 2)}, ValueError, ("beta", "[1, 6, 2]", "[1, 6, 4]")),
+    "HV not a multiple of H": (
+        {"v": torch.randn(1, 6, 3, 16), "g": -torch.rand(1, 6, 3, 8), "beta": torch.rand(1, 6, 3)},
+        ValueError,
+        ("3 value heads", "2 query/key heads"),
+    ),
+    "float64 q": ({"q": torch.randn(1, 6, 2, 8).double()}, TypeError, ("q", "float64", "bfloat16")),
+    "integer v": ({"v": torch.ones(1, 6, 4, 16, dtype=torch.int32)}, TypeError, ("v", "int32")),
+    "k of another dtype": ({"k": torch.randn(1, 6, 2, 8).bfloat16()}, TypeError, ("k", "bfloat16", "float32")),
+    "float64 g": ({"g": -torch.rand(1, 6, 4, 8).double()}, TypeError, ("g", "float64")),
+    "boolean beta": ({"beta": torch.ones(1, 6, 4, dtype=torch.bool)}, TypeError, ("beta", "bool")),
+    "mixed devices": ({"g": torch.empty(1, 6, 4, 8, device="meta")}, ValueError, ("g", "meta", "cpu")),
+    "device= that is not the tensors'": ({"device": "cuda:0"}, ValueError, ("device", "cuda:0", "cpu")),
+    "initial_state in bfloat16": (
+        {"initial_state": torch.zeros(1, 4, 16, 8, dtype=torch.bfloat16)},
+        TypeError,
+        ("initial_state", "bfloat16", "float32"),
+    ),
+    "initial_state with V last": (
+        {"initial_state": torch.zeros(1, 4, 8, 16)},
+        ValueError,
+        ("initial_state", "[N, HV, K, V]", "K last"),
+    ),
+    "initial_state for other sequences": (
+        {"initial_state": torch.zeros(2, 4, 16, 8)},
+        ValueError,
+        ("initial_state", "[1, 4, 16, 8]"),
+    ),
+    "cu_seqlens as float": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, ("cu_seqlens", "float32", "int32")),
+    "cu_seqlens of rank 2": ({"cu_seqlens": torch.tensor([[0, 6]])}, ValueError, ("cu_seqlens", "[1, 2]", "[N + 1]")),
+    "cu_seqlens of one offset": ({"cu_seqlens": torch.tensor([0])}, ValueError, ("cu_seqlens", "[1]")),
+    "cu_seqlens with a batch": (
+        {n: t.expand(2, *t.shape[1:]) for n, t in kda_arguments().items()} | {"cu_seqlens": torch.tensor([0, 6])},
+        ValueError,
+        ("cu_seqlens", "B == 1", "[2, 6, 2, 8]"),
+    ),
+    "cu_seqlens that falls": (
+        {"cu_seqlens": torch.tensor([0, 4, 2, 6])},
+        ValueError,
+        ("cu_seqlens", "[0, 4, 2, 6]", "non-decreasing"),
+    ),
+    "cu_seqlens that stops early": ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, ("cu_seqlens", "T = 6")),
+    "cu_seqlens that runs over": ({"cu_seqlens": torch.tensor([0, 7])}, ValueError, ("cu_seqlens", "T = 6")),
+    "lower_bound of 0": (gate(lower_bound=0.0), ValueError, ("lower_bound", "0.0", "[-5, 0)")),
+    "lower_bound below -5": (gate(lower_bound=-5.5), ValueError, ("lower_bound", "-5.5")),
+    "lower_bound as text": (gate(lower_bound="-5"), TypeError, ("lower_bound", "str")),
+    "safe_gate without a bound": (gate(safe_gate=True), ValueError, ("safe_gate", "lower_bound")),
+    "in-kernel gate without A_log": (gate(A_log=None), ValueError, ("A_log",)),
+    "A_log of another length": (gate(A_log=torch.zeros(2)), ValueError, ("A_log", "[2]", "[4]")),
+    "A_log in bfloat16": (gate(A_log=torch.zeros(4, dtype=torch.bfloat16)), TypeError, ("A_log", "bfloat16")),
+    "dt_bias of another shape": (gate(dt_bias=torch.zeros(8)), ValueError, ("dt_bias", "[8]", "[4, 8]")),
+    "A_log without the in-kernel gate": ({"A_log": torch.zeros(4)}, ValueError, ("A_log", "use_gate_in_kernel")),
+    "allow_neg_eigval without the sigmoid": (
+        {"allow_neg_eigval": True},
+        ValueError,
+        ("allow_neg_eigval", "use_beta_sigmoid_in_kernel"),
+    ),
+    "an unknown keyword": ({"chunk_sizes": 64}, TypeError, ("chunk_sizes", "torch")),
+    "indices without a pool": ({"initial_state_indices": torch.tensor([0])}, ValueError, ("initial_state_indices", "state_pool")),
+    "a pool without indices": ({"state_pool": torch.zeros(2, 4, 16, 8)}, ValueError, ("initial_state_indices",)),
+    "a pool of another layout": (
+        {"state_pool": torch.zeros(2, 4, 8, 16), "initial_state_indices": torch.tensor([0])},
+        ValueError,
+        ("state_pool", "[P, HV, V, K]"),
+    ),
+    "a pool and an initial state": (
+        {
+            "state_pool": torch.zeros(2, 4, 16, 8),
+            "initial_state_indices": torch.tensor([0]),
+            "initial_state": torch.zeros(1, 4, 16, 8),
+        },
+        ValueError,
+        ("initial_state", "state_pool"),
+    ),
+    "a slot outside the pool": (
+        {"state_pool": torch.zeros(2, 4, 16, 8), "initial_state_indices": torch.tensor([2])},
+        ValueError,
+        ("initial_state_indices", "2 slots"),
+    ),
+    "a slot named twice": (
+        {
+            "state_pool": torch.zeros(2, 4, 16, 8),
+            "initial_state_indices": torch.tensor([1, 1]),
+            "cu_seqlens": torch.tensor([0, 3, 6]),
+        },
+        ValueError,
+        ("initial_state_indices", "twice"),
+    ),
+    "out of another shape": ({"out": torch.zeros(1, 6, 4, 8)}, ValueError, ("out", "[1, 6, 4, 16]")),
+    "checkpoints without a buffer": ({"checkpoint_every": 64}, ValueError, ("checkpoint_states",)),
+    "checkpoints off the chunk grid": (
+        {"checkpoint_every": 63, "checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_every", "63", "64"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KDA_CASES)
+def test_cula_kda_refuses(name):
+    changes, error, fragments = KDA_CASES[name]
+    assert_refused(cula.cula_kda, kda_arguments(**changes), error, "cula_kda", *fragments)
+
+
+def test_a_checkpoint_buffer_that_is_too_small_is_refused():
+    arguments = {n: t.repeat_interleave(22, dim=1) for n, t in kda_arguments().items()}  # 132 tokens, two checkpoints
+    arguments |= {"checkpoint_every": 64, "checkpoint_states": torch.zeros(1, 4, 16, 8)}
+    assert_refused(cula.cula_kda, arguments, ValueError, "checkpoint_states", "1 rows", "2 checkpoints")
+
+
+def lightning_arguments(**changes):
+    return {
+        "Q": torch.randn(1, 6, 2, 8),
+        "K": torch.randn(1, 6, 2, 8),
+        "V": torch.randn(1, 6, 4, 16),
+        "decay": torch.rand(4),
+    } | changes
+
+
+LIGHTNING_CASES = {
+    "K of another shape": ({"K": torch.randn(1, 5, 2, 8)}, ValueError, ("K", "[1, 5, 2, 8]")),
+    "decay of another length": ({"decay": torch.rand(2)}, ValueError, ("decay", "[2]", "[4]")),
+    "decay in float64": ({"decay": torch.rand(4).double()}, TypeError, ("decay", "float64")),
+    "HV not a multiple of H": ({"V": torch.randn(1, 6, 3, 16)}, ValueError, ("3 value heads",)),
+    "an odd chunk size": ({"chunk_size": 60}, ValueError, ("chunk_size", "60")),
+    "initial_state with V last": ({"initial_state": torch.zeros(1, 4, 8, 16)}, ValueError, ("initial_state", "K last")),
+    "an unknown keyword": ({"persistent": True}, TypeError, ("persistent", "torch")),
+    "cu_seqlens that falls": ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, ValueError, ("cu_seqlens",)),
+    "a slot outside the pool": (
+        {"state_pool": torch.zeros(2, 4, 16, 8), "initial_state_indices": torch.tensor([9])},
+        ValueError,
+        ("initial_state_indices",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIGHTNING_CASES)
+def test_cula_lightning_refuses(name):
+    changes, error, fragments = LIGHTNING_CASES[name]
+    assert_refused(cula.cula_lightning, lightning_arguments(**changes), error, "cula_lightning", *fragments)
+
+
+def decode_arguments(**changes):
+    N, T, H, HV, K, V = 3, 2, 2, 4, 8, 16
+    return {
+        "q": torch.randn(N, T, H, K),
+        "k": torch.randn(N, T, H, K),
+        "v": torch.randn(N, T, HV, V),
+        "g": -torch.rand(N, T, HV, K),
+        "beta": torch.rand(N, T, HV),
+        "state": torch.randn(5, HV, V, K),
+        "state_indices": torch.tensor([4, -1, 0]),
+    } | changes
+
+
+DECODE_CASES = {
+    "an unknown mode": ({"mode": "gdn"}, ValueError, ("mode", "gdn", "lightning")),
+    "an unknown null rule": ({"null_index": "zero"}, ValueError, ("null_index", "zero")),
+    "an unknown layout": ({"state_layout": "kk"}, ValueError, ("state_layout", "kk")),
+    "no g": ({"g": None}, ValueError, ("g=",)),
+    "no beta": ({"beta": None}, ValueError, ("beta=",)),
+    "decay in mode kda": ({"decay": torch.rand(4)}, ValueError, ("decay", "lightning")),
+    "no decay in mode lightning": ({"mode": "lightning", "g": None, "beta": None}, ValueError, ("decay",)),
+    "g in mode lightning": ({"mode": "lightning", "decay": torch.rand(4)}, ValueError, ("g=", "kda")),
+    "a pool of another layout": ({"state": torch.randn(5, 4, 8, 16)}, ValueError, ("state", "[P, HV, V, K]")),
+    "a pool in float16": ({"state": torch.randn(5, 4, 16, 8).half()}, TypeError, ("state", "float16")),
+    "a pool with strange strides": (
+        {"state": torch.randn(5, 4, 8, 16).transpose(-1, -2)},
+        ValueError,
+        ("state", "strides", "contiguous"),
+    ),
+    "no indices for a larger pool": ({"state_indices": None}, ValueError, ("5 slots", "state_indices")),
+    "too few indices": ({"state_indices": torch.tensor([0, 1])}, ValueError, ("state_indices", "[2]")),
+    "indices as float": ({"state_indices": torch.rand(3)}, TypeError, ("state_indices", "float32")),
+    "token indices of another length": (
+        {"state_indices": torch.zeros(3, 3, dtype=torch.int64)},
+        ValueError,
+        ("[N, T]", "[3, 2]"),
+    ),
+    "a slot outside the pool": ({"state_indices": torch.tensor([5, 1, 0])}, ValueError, ("state_indices", "5 slots")),
+    "a slot named twice": ({"state_indices": torch.tensor([1, 1, 0])}, ValueError, ("state_indices", "twice")),
+    "too many tokens": (
+        {n: t.repeat_interleave(5, dim=1) for n, t in decode_arguments().items() if n in ("q", "k", "v", "g", "beta")},
+        ValueError,
+        ("10 tokens", "1 to 8"),
+    ),
+    "accepted counts with nothing to go back to": (
+        {"num_accepted_tokens": torch.ones(3, dtype=torch.int32)},
+        ValueError,
+        ("intermediate_states",),
+    ),
+    "accepted counts out of range": (
+        {"num_accepted_tokens": torch.tensor([0, 3, 1]), "intermediate_states": torch.zeros(3, 2, 4, 16, 8)},
+        ValueError,
+        ("num_accepted_tokens", "T = 2"),
+    ),
+    "intermediate states of another shape": (
+        {"intermediate_states": torch.zeros(3, 1, 4, 16, 8)},
+        ValueError,
+        ("intermediate_states", "[3, 2, 4, 16, 8]"),
+    ),
+    "out of another dtype": ({"out": torch.zeros(3, 2, 4, 16, dtype=torch.float16)}, TypeError, ("out", "float16")),
+    "safe lower_bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, ValueError, ("lower_bound", "-9.0")),
+    "an unknown keyword": ({"tune": 1}, TypeError, ("tune", "torch")),
+}
+
+
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_cula_decode_refuses(name):
+    changes, error, fragments = DECODE_CASES[name]
+    assert_refused(cula.cula_decode, decode_arguments(**changes), error, "cula_decode", *fragments)
+
+
+def test_kernels_get_no_tensors_that_stand_for_their_negatives():
+    def negated(*shape):
+        return torch.randn(shape, dtype=torch.complex64).conj().imag
+
+    scalar = kda_arguments(g=negated(1, 6, 4), beta=negated(1, 6, 4))
+    _, x = check_kda(KdaInputs(**scalar), KdaOptions())
+    given = decode_arguments(g=negated(3, 2, 4), beta=negated(3, 2, 4), A_log=negated(4), dt_bias=negated(4))
+    options = DecodeOptions(use_gate_in_kernel=True)
+    rows = describe_decode(KDA, KdaDecodeInputs(**given), options, None, "cula_decode").x
+    assert scalar["g"].is_neg() and given["A_log"].is_neg()
+    assert not any(t.is_neg() for t in (*x, *rows) if t is not None)
+
+
+def test_a_wrong_dtype_is_a_value_error_too():
+    assert issubclass(ArgumentTypeError, TypeError)
+    assert issubclass(ArgumentTypeError, ValueError)
+
+
+def test_training_with_inference_only_arguments_is_refused():
+    arguments = kda_arguments()
+    arguments["q"].requires_grad_()
+    pool = torch.zeros(1, 4, 16, 8)
+    for extra, name in (
+        ({"state_pool": pool, "initial_state_indices": torch.tensor([0])}, "state_pool"),
+        ({"return_intermediate_states": True}, "return_intermediate_states"),
+        ({"out": torch.zeros(1, 6, 4, 16)}, "out"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            cula.cula_kda(**arguments, **extra)
+    decode = decode_arguments()
+    decode["v"].requires_grad_()
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        cula.cula_decode(**decode)
+
+
+CHECKED = {
+    "a positive log decay": (cula.cula_kda, kda_arguments(g=torch.full((1, 6, 4, 8), 0.1)), "positive log decay"),
+    "NaN in k": (cula.cula_kda, kda_arguments(k=torch.full((1, 6, 2, 8), float("nan"))), "k holds NaN"),
+    "Inf in V": (cula.cula_lightning, lightning_arguments(V=torch.full((1, 6, 4, 16), float("inf"))), "v holds NaN or Inf"),
+    "a negative decay": (cula.cula_lightning, lightning_arguments(decay=torch.full((4,), -0.1)), "decay"),
+    "a positive log decay in decode": (cula.cula_decode, decode_arguments(g=torch.ones(3, 2, 4, 8)), "positive log decay"),
+    "NaN in a decode row": (cula.cula_decode, decode_arguments(v=torch.full((3, 2, 4, 16), float("nan"))), "v holds NaN"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_cula_check_reads_values(name, monkeypatch):
+    function, arguments, message = CHECKED[name]
+    monkeypatch.setenv("CULA_CHECK", "1")
+    assert_refused(function, arguments, ValueError, message)
+
+
+def test_cula_check_lets_good_calls_pass(monkeypatch):
+    monkeypatch.setenv("CULA_CHECK", "1")
+    cula.cula_kda(**kda_arguments())
+    cula.cula_lightning(**lightning_arguments())
+    cula.cula_decode(**decode_arguments())

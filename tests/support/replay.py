@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records without a cache, and on a CPU."""
+
+import pytest
+import torch
+
+from cula.core.replay import record, workspace
+
+
+def replay(recorded, tensors):
+    """What a record makes of these tensors."""
+    tensors = tuple(tensors)
+    done = record.replayer(tensors, recorded)(tensors)
+    assert done is not NotImplemented
+    return done
+
+
+def addresses(tensors):
+    """Of tensors as a launcher takes them."""
+    return record.guard(tensors)(tensors)
+
+
+def stand_in(by: str):
+    """How a test's function stands in for a kernel: called by Python, or by C as one of tvm-ffi's."""
+    if by == "python":
+        return lambda function: function
+    return pytest.importorskip("tvm_ffi").convert
+
+
+def replay_on_cpu(monkeypatch, device=None, stream=0):
+    """Records find themselves on this device and stream, and what they make is on the CPU. Nothing is kept of workspaces."""
+
+    def empty(shape, strides, dtype):
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(record, "current_device", lambda: device)
+    monkeypatch.setattr(record, "current_stream", lambda device: stream)
+    monkeypatch.setattr(record, "empty", empty)
+    monkeypatch.setattr(workspace, "empty", empty)
+    monkeypatch.setattr(workspace, "_kept_on", lambda device: workspace._Kept())
