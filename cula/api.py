@@ -148,5 +148,5 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ch
         named = {"decode": cula_decode} | {name: family.load_entry() for name, family in FAMILIES.items()}
         if function not in named:
             raise ValueError(f"explain: {function!r} is not one of {', '.join(named)}")
-        function = named[function]
+        return explain_call(named[function], *args, **kwargs)
     return explain_call(function, *args, **kwargs)

@@ -20,7 +20,7 @@ from cula.lightning.reference import lightning
 
 __all__ = ["decode", "kda", "kda_gate", "lightning", "relative_error"]
 
-DEFINITIONS = {"kda": kda, "lightning": lightning}
+DEFINITIONS: dict[str, Any] = {"kda": kda, "lightning": lightning}
 
 
 def decode(

@@ -51,14 +51,15 @@ class Cula(Peer):
     def call(self, x: Inputs, leaves: Leaves | None = None) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The call in cuLA's own words: function of level 1, arguments, keywords."""
         case, t = x.case, x.leaves() if leaves is None else leaves
-        bench, options = bench_of(case.family), {"backend": self.backend}
+        bench = bench_of(case.family)
+        options: dict[str, Any] = {"backend": self.backend}
         if case.is_decode:
             options |= {"mode": case.family, "state_indices": x.state_indices, **bench.decode(x, t)}
             return cula.cula_decode, (t["q"], t["k"], t["v"], t["h0"]), options
         args, own = bench.call(x, t)
         options |= {"initial_state": t["h0"], "output_final_state": case.has("ht"), **own}
         if case.packed:
-            options["cu_seqlens"] = x.cu_seqlens  # type: ignore[assignment]
+            options["cu_seqlens"] = x.cu_seqlens
         return FAMILIES[case.family].load_entry(), args, options
 
     def _decode(self, x: Inputs) -> Call:

@@ -26,7 +26,7 @@ class Transition:
 
     is_dense: bool  # M is [N, HV, K, K]; otherwise one number a head, [N, HV, 1, 1]
     # M of each sequence by a formula, where none of its kernels is needed for that: (problem, inputs) -> [N, HV, 1, 1]
-    factor: Callable[[Problem, Any], Tensor] | None = None
+    factor: Callable[[Any, Any], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Family:
     Inputs: Any  # NamedTuple: q, k, v, ...; initial_state, cu_seqlens
     Options: Any  # NamedTuple of plain values; has scale and output_final_state
     check: Callable[[Any, Any, str], tuple[Problem, Any]]  # (inputs, options, who) -> problem, normalised inputs
-    check_values: Callable[[Any, Problem, str], None]  # what needs reading data
+    check_values: Callable[[Any, Any, str], None]  # what needs reading data
     differentiable: tuple[str, ...]  # names of inputs that have a gradient
     token_inputs: tuple[str, ...]  # names of inputs [B, T, ...]
     value_head_dims: dict[str, int]  # for tensor parallelism: in which dimension an input has HV heads

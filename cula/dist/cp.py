@@ -78,7 +78,7 @@ def cp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[T
     wishes = Wishes(**{f.name: kwargs.pop(f.name) for f in fields(Wishes) if f.name in kwargs})
     place = {name: kwargs.pop(name) for name in ("device", "backend", "nvshmem_backend") if name in kwargs}
     tensors, options, extra = split_options(family, kwargs)
-    return context_parallel(family, x._replace(**tensors), options, ranks, wishes, extra=extra, who=who, **place)  # type: ignore[arg-type]
+    return context_parallel(family, x._replace(**tensors), options, ranks, wishes, extra=extra, who=who, **place)
 
 
 def tp_cp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Tensor, Tensor | None]:

@@ -13,4 +13,4 @@ def factor(problem: LightningProblem, x: LightningInputs) -> Tensor:
     return torch.exp(-x.decay * problem.T).view(1, -1, 1, 1).expand(problem.N, -1, 1, 1)
 
 
-TRANSITION = Transition(is_dense=False, factor=factor)  # type: ignore[arg-type]
+TRANSITION = Transition(is_dense=False, factor=factor)
