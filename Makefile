@@ -1,10 +1,10 @@
-# make demo | test | lint | format: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | lint | format | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,9 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-pages: $(VENV)/installed  # docs/benchmarks and the block of README.md, from the result files
+	$(BIN)/python -m cula.bench report $(sort $(wildcard benchmarks/results/*.json)) --to docs/benchmarks --readme README.md
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -124,6 +124,8 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         result = {
+            "script": "benchmarks/cpu_token_loop.py",
+            "what": __doc__.splitlines()[0],
             "machine": {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1},
             "shape": {"B": 1, "T": T, "H": H, "K": K, "V": V, "dtype": "float32", "gate": "-5 sigmoid(N(0,1))"},
             "chunked": {"forward_s": forward, "forward_backward_s": both, "peak_bytes": peak},

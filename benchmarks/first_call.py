@@ -69,7 +69,13 @@ def main() -> None:
         torch.zeros(1, device="cuda")  # the context is not ours to count
         print(json.dumps(seconds(args.kind)))
         return
-    result = {"machine": describe_device("cuda"), "torch": torch.__version__, "seconds": {}}
+    result = {
+        "script": "benchmarks/first_call.py",
+        "what": __doc__.splitlines()[0],
+        "machine": describe_device("cuda"),
+        "torch": torch.__version__,
+        "seconds": {},
+    }
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as empty:
             command = [sys.executable, __file__, "--kind", kind]

@@ -137,6 +137,8 @@ def main() -> None:
         "training": lambda: bwd(training, x, fwd(training, x).saved, do, None),
     }
     result = {
+        "script": "benchmarks/kda_passes.py",
+        "what": __doc__.splitlines()[0],
         "machine": describe_device("cuda"),
         "torch": torch.__version__,
         "shape": {"B": 1, "T": args.t, "H": args.h, "K": 128, "V": 128, "gate": args.gate, "dtype": "bfloat16"},

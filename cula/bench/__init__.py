@@ -9,5 +9,5 @@
 | `peers.py`, `ours.py`, `distributed.py` | what runs: one adapter a library, cuLA among them |
 | `timing.py`, `floor.py`, `check.py` | how it is judged: time, bytes, error against float64 |
 | `runner.py`, `warm.py`, `results.py`, `progress.py` | a run, compiling before it, its JSON, what it prints |
-| `report.py`, `plots.py`, `summary.py`, `compare.py` | pages, pictures and verdicts, from result files alone |
+| `report.py`, `plots.py`, `summary.py`, `passes.py`, `compare.py` | pages, pictures and verdicts, from result files alone |
 """

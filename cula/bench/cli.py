@@ -21,8 +21,19 @@ EXAMPLES = """examples:
   cula-bench run kda-prefill decode --out prefill.json --budget 480
   cula-bench run kda-prefill --t 8192 --h 16 --hv 32 --gate slow
   cula-bench run kda-prefill --lens 1300,547,2048 --h 96 --peers fla
-  cula-bench report benchmarks/results/H200-*.json
+  cula-bench report prefill.json
   cula-bench compare before.json after.json --threshold 1.05
+"""
+
+REPORTS = Path("bench-report")
+
+PAGES = """Prints a summary and writes a page with every row, <GPU>.md and its pictures. No README is touched unless it is named.
+
+examples:
+  cula-bench report mine.json                 a page in bench-report/
+  cula-bench report mine.json --to pages      in pages/
+  make bench-pages                            the project's own: docs/benchmarks and the block of README.md, which is
+    cula-bench report benchmarks/results/*.json --to docs/benchmarks --readme README.md
 """
 
 
@@ -64,10 +75,18 @@ def build_parser() -> argparse.ArgumentParser:
     shape.add_argument("--gate", type=words, default=(), metavar="NAME,...", help=f"some of {','.join(all_gates())}")
     shape.add_argument("--dtype", choices=list(DTYPES))
     shape.add_argument("--flags", type=suites.parse_flags, help=f"all, none, or some of {', '.join(FLAGS)}")
-    report = commands.add_parser("report", help="Markdown and pictures from result files")
+    report = commands.add_parser(
+        "report",
+        help="a summary on the screen, Markdown and pictures in a folder, from result files",
+        description="A report from result files, and from nothing else.",
+        epilog=PAGES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     report.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    report.add_argument("--to", type=Path, default=Path("docs/benchmarks"), help="folder (default: %(default)s)")
-    report.add_argument("--readme", type=Path, default=Path("README.md"), help="whose generated block is filled, if it has one")
+    report.add_argument(
+        "--to", type=Path, help=f"folder of the page and its pictures (default: {REPORTS}/ in the current folder)"
+    )
+    report.add_argument("--readme", type=Path, help="fill the generated block of this file too; needs --to, to which it links")
     compare = commands.add_parser("compare", help="regressions between two result files; exits 1 where there are any")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
@@ -100,13 +119,25 @@ def run(args: argparse.Namespace) -> int:
     peers = chosen_peers(args.peers)
     settings = runner.Settings(device, args.backend, peers, args.seed, args.budget, args.warm, args.tune_ms, record)
     result = runner.run(cases, settings, args.out, resume=args.resume, revision=args.commit)
-    print(f"\n{reporting.screen(result)}\n{args.out}: {len(result['rows'])} rows")
+    print(f"\n{reporting.screen([result])}\n{args.out}: {len(result['rows'])} rows")
     return 0
 
 
 def report(args: argparse.Namespace) -> int:
-    readme = args.readme if args.readme.exists() else None
-    for path in reporting.write(results.load_all(args.results), [p.as_posix() for p in args.results], args.to, readme):
+    if args.readme is not None and args.to is None:
+        raise ValueError("--readme needs --to, the folder of the page that its block links to")
+    taken = {}
+    for path in args.results:
+        result = results.read(path)
+        if reporting.is_taken(result):
+            taken[path.as_posix()] = result
+        else:
+            print(f"cula-bench: {path} is left out: {results.describe_script(result)}", file=sys.stderr)
+    if not taken:
+        raise ValueError("none of these files has anything for a report")
+    for name, (found, files) in reporting.by_machine(list(taken.values()), list(taken)).items():
+        print(f"{name}, from {', '.join(files)}\n\n{reporting.screen(found)}\n")
+    for path in reporting.write(list(taken.values()), list(taken), args.to or REPORTS, args.readme):
         print(path)
     return 0
 
@@ -121,6 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return {"run": run, "report": report, "compare": compare}[args.command](args)
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"cula-bench: {error}", file=sys.stderr)
         return 2

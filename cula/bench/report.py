@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: Markdown and pictures from result files, and from nothing else. Where we lose, it says so."""
+"""The report: Markdown and pictures from result files, and from nothing else. Where we lose, it says so.
+
+A page is a machine's, `<GPU>.md` with its pictures beside it. It goes where the caller says; a README is touched only by name.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cula.bench import plots, suites, summary
+from cula.bench import passes, plots, suites, summary
 from cula.bench.progress import table
-from cula.bench.results import Result, short_name
+from cula.bench.results import Result, is_of_script, short_name
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 Row = summary.Row
@@ -20,34 +24,61 @@ def merge(loaded: Sequence[Result]) -> list[Row]:
 
     Rows of a forced backend are cases of their own, after those that left the choice to dispatch.
     """
-    rows = {(row["id"], row.get("forced")): row for result in loaded for row in result["rows"]}
-    order = list(suites.known())
-    return sorted(rows.values(), key=lambda row: (order.index(row["suite"]), row.get("forced") or ""))
+    rows = {(row["id"], row.get("forced")): row for result in loaded if not is_of_script(result) for row in result["rows"]}
+    order = {suite: i for i, suite in enumerate(suites.known())}
+    return sorted(rows.values(), key=lambda row: (order.get(row["suite"], len(order)), row.get("forced") or ""))
+
+
+def is_taken(result: Result) -> bool:
+    """Whether a report has a place for a file: rows of suites, and of the scripts' the passes of KDA."""
+    return not is_of_script(result) or passes.is_passes(result)
+
+
+def by_machine(loaded: Sequence[Result], sources: Sequence[str]) -> dict[str, tuple[list[Result], list[str]]]:
+    """The results of each machine and their sources, in the order in which machines come."""
+    found: dict[str, tuple[list[Result], list[str]]] = {}
+    for result, source in zip(loaded, sources, strict=True):
+        results, names = found.setdefault(short_name(result), ([], []))
+        results.append(result)
+        names.append(source)
+    return found
 
 
 def write(loaded: Sequence[Result], sources: Sequence[str], folder: Path, readme: Path | None = None) -> list[Path]:
     """`<GPU>.md` and its pictures for each machine in the results; the README's block for the first. Returns what was written."""
+    if readme is not None:
+        _split_at_block(readme)  # raises before anything is written
     written: list[Path] = []
     folder.mkdir(parents=True, exist_ok=True)
-    machines = list(dict.fromkeys(short_name(result) for result in loaded))
-    for name in machines:
-        chosen = [(r, s) for r, s in zip(loaded, sources, strict=True) if short_name(r) == name]
-        results = [r for r, _ in chosen]
+    for i, (name, (results, names)) in enumerate(by_machine(loaded, sources).items()):
         rows = merge(results)
         pictures = plots.draw([row for row in rows if not row.get("forced")] or rows, folder, name)
         page = folder / f"{name}.md"
-        page.write_text(markdown(results, rows, [s for _, s in chosen], pictures))
+        page.write_text(markdown(results, rows, names, pictures))
         written += [page, *pictures.values()]
-        if readme is not None and name == machines[0] and update_readme(readme, results, rows, page, pictures):
+        if readme is not None and i == 0:
+            update_readme(readme, results, rows, page, pictures)
             written.append(readme)
     return written
 
 
-def markdown(results: Sequence[Result], rows: Sequence[Row], sources: Sequence[str], pictures: dict[str, Path]) -> str:
-    name = short_name(results[-1])
-    out = [f"# Benchmarks: {name}", ""]
+def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[str], pictures: dict[str, Path]) -> str:
+    results = [r for r in loaded if not is_of_script(r)]
+    out = [f"# Benchmarks: {short_name(loaded[-1])}", ""]
     out += [f"Made by `cula-bench report` from {', '.join(f'`{s}`' for s in sources)}. Nothing here is typed by hand.", ""]
-    out += _setting(results)
+    if results:
+        out += _suites(results, rows, pictures)
+    for result, source in zip(loaded, sources, strict=True):
+        if passes.is_passes(result):
+            out += ["## Passes of a KDA call", "", passes.text(result, source), ""]
+            out += [*_md_table(passes.HEAD, passes.cells(result)), ""]
+    if results:
+        out += _footnotes(results, rows)
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _suites(results: Sequence[Result], rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
+    out = _setting(results)
     out += ["## Summary", "", *_md_table(summary.HEAD, [g.cells() for g in summary.groups(rows)]), ""]
     out += [
         "The floor is the time in which this machine copies the bytes that must move. A ratio above 1 means that the fastest "
@@ -60,8 +91,7 @@ def markdown(results: Sequence[Result], rows: Sequence[Row], sources: Sequence[s
             out += [f"![{title}]({path.name})", ""]
     for suite in dict.fromkeys(row["suite"] for row in rows):
         out += _suite(suite, [row for row in rows if row["suite"] == suite])
-    out += _footnotes(results, rows)
-    return "\n".join(out).rstrip() + "\n"
+    return out
 
 
 def _setting(results: Sequence[Result]) -> list[str]:
@@ -72,27 +102,36 @@ def _setting(results: Sequence[Result]) -> list[str]:
         cells = [str(i + 1), r["date"], r["machine"]["device"], v["cula"], (r["commit"] or "")[:20], r["source"], v["torch"]]
         cells += [v["cuda"] or "", v["triton"] or "", f"{r['bandwidth'] / 1e12:.2f}", f"{r['seconds']:.0f}"]
         lines.append(cells)
+    found = [(p["title"], p["status"], p.get("version") or p.get("reason", "")) for p in _peers(results).values()]
+    return [*_md_table(head, lines), "", *_md_table(("peer", "", "version, or what to install"), found), ""]
+
+
+def _peers(results: Sequence[Result]) -> dict[str, dict[str, str]]:
+    """Every peer, as it was found where it was."""
     peers: dict[str, dict[str, str]] = {}
     for r in results:
         for name, facts in r["peers"].items():
             if peers.get(name, {}).get("status") != "found":
                 peers[name] = facts
-    found = [(p["title"], p["status"], p.get("version") or p.get("reason", "")) for p in peers.values()]
-    return [*_md_table(head, lines), "", *_md_table(("peer", "", "version, or what to install"), found), ""]
+    return peers
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
+    body = [f"- {text}" for text in losses(rows)] or ["Nowhere in these results."]
+    return ["## Where we lose", "", *body, ""]
+
+
+def losses(rows: Sequence[Row]) -> list[str]:
     """Cases where a peer was faster, and cases where we failed or were wrong, by name."""
     lost = []
     for row in rows:
         best, entry = summary.best_peer(row), summary.ours(row)
         if entry["status"] in ("failed", "wrong"):
-            lost.append(f"- {row['suite']}, {row['label']}: cuLA {entry['status']} ({entry.get('reason', '')})")
+            lost.append(f"{row['suite']}, {row['label']}: cuLA {entry['status']} ({entry.get('reason', '')})")
         elif best is not None and best[1] < 1:
             forced = f", backend {row['forced']}" if row.get("forced") else ""
-            lost.append(f"- {row['suite']}, {_op(row)}{row['label']}{forced}: {best[0]} takes {summary.times(best[1])} our time")
-    body = lost or ["Nowhere in these results."]
-    return ["## Where we lose", "", *body, ""]
+            lost.append(f"{row['suite']}, {_op(row)}{row['label']}{forced}: {best[0]} takes {summary.times(best[1])} our time")
+    return lost
 
 
 def _op(row: Row) -> str:
@@ -144,7 +183,9 @@ def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
             cells += [summary.error(summary.largest_error(other))] + ([_mib(other)] if has_peak else [])
         lines.append(cells)
     after = [f"- {text}" for text in summary.more_tokens(rows)]
-    return [f"## {suite}: {suites.known()[suite]}", "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
+    known = suites.known()
+    title = f"## {suite}: {known[suite]}" if suite in known else f"## {suite}"  # another version's
+    return [title, "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
 
 
 def _time(entry: dict[str, Any], metric: str) -> str:
@@ -178,9 +219,7 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
                 notes.add(f"{name}, {row['suite']} {row['label']}: {why}")
     if notes:
         out += ["## Notes", "", *(f"- {text}" for text in sorted(notes)), ""]
-    done = {row["id"] for row in rows}
-    left = [i for i in dict.fromkeys(i for r in results for i in r["left_out"]) if i not in done]
-    if left:
+    if left := _left_out(results, rows):
         out += ["## Left out for lack of time", "", *(f"- `{i}`" for i in left), ""]
     out += [
         "## How it was measured",
@@ -195,6 +234,12 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
     return out
 
 
+def _left_out(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
+    """Cases that some file has left out and none has."""
+    done = {row["id"] for row in rows}
+    return [i for i in dict.fromkeys(i for r in results for i in r["left_out"]) if i not in done]
+
+
 def _tuning(results: Sequence[Result]) -> str:
     """How peers that choose among variants of their kernels came to do so."""
     given = dict.fromkeys(tuple(r["settings"]["tune_ms"]) for r in results if r["settings"].get("tune_ms"))
@@ -202,34 +247,38 @@ def _tuning(results: Sequence[Result]) -> str:
     return f"Peers that tune themselves did so on the first case that asked for it, alone on the device ({times} a variant)."
 
 
-def update_readme(readme: Path, results: Sequence[Result], rows: Sequence[Row], page: Path, pictures: dict[str, Path]) -> bool:
-    """Fill the generated block; False where the README has none."""
-    text = readme.read_text()
-    if BEGIN not in text or END not in text:
-        return False
-    before, rest = text.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
-    root = readme.parent.resolve()
+def _split_at_block(readme: Path) -> tuple[str, str]:
+    """What stands before the generated block, and what behind it."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme} has no block to fill: it takes a line {BEGIN} and, below it, a line {END}")
+    return before, after
+
+
+def update_readme(readme: Path, loaded: Sequence[Result], rows: Sequence[Row], page: Path, pictures: dict[str, Path]) -> None:
+    """Fill the generated block."""
+    before, after = _split_at_block(readme)
 
     def link(path: Path) -> str:
-        return path.resolve().relative_to(root).as_posix()
+        return Path(os.path.relpath(path.resolve(), readme.parent.resolve())).as_posix()
 
-    name = short_name(results[-1])
+    results = [r for r in loaded if not is_of_script(r)]
+    device = results[-1]["machine"]["device"] if results else loaded[-1]["machine"]
     keep = (0, 2, 3, 4, 5, 6)
     groups = summary.groups(rows)
     shown = [g for g in groups if g.is_headline] or groups
     body = _md_table([summary.HEAD[i] for i in keep], [[g.cells()[i] for i in keep] for g in shown])
     block = [
         BEGIN,
-        f"On {results[-1]['machine']['device']}, generated from result files; [all tables]({link(page)}).",
+        f"On {device}, generated from result files; [all tables]({link(page)}).",
         "",
         *body,
         "",
     ]
     if (picture := next((p for title, p in pictures.items() if p.suffix == ".png"), None)) is not None:
-        block += [f"![{name}]({link(picture)})", ""]
+        block += [f"![{short_name(loaded[-1])}]({link(picture)})", ""]
     readme.write_text(before + "\n".join([*block, END]) + after)
-    return True
 
 
 def _md_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -239,12 +288,16 @@ def _md_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [row(head), "|" + "---|" * len(head), *(row(line) for line in lines)]
 
 
-def screen(result: Result) -> str:
-    """What a run shows at its end."""
-    parts = [table(summary.HEAD, [g.cells() for g in summary.groups(result["rows"])])] if result["rows"] else []
-    parts += summary.more_tokens(result["rows"])
-    parts += [f"{p['title']}: {p['reason']}" for p in result["peers"].values() if p["status"] == "absent"]
-    parts += summary.problems(result["rows"])
-    if result["left_out"]:
-        parts.append(f"{len(result['left_out'])} cases left out for lack of time")
+def screen(loaded: Sequence[Result]) -> str:
+    """What a run shows at its end, and a report of the files of one machine."""
+    results = [r for r in loaded if not is_of_script(r)]
+    rows = merge(results)
+    parts = [table(summary.HEAD, [g.cells() for g in summary.groups(rows)])] if rows else []
+    parts += summary.more_tokens(rows)
+    parts += [passes.line(r) for r in loaded if passes.is_passes(r)]
+    parts += [f"{p['title']}: {p['reason']}" for p in _peers(results).values() if p["status"] == "absent"]
+    parts += [f"slower on {text}" for text in losses([row for row in rows if summary.ours(row)["status"] == "ok"])]
+    parts += summary.problems(rows)
+    if left := _left_out(results, rows):
+        parts.append(f"{len(left)} cases left out for lack of time")
     return "\n".join(parts)

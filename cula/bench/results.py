@@ -9,6 +9,8 @@
 An entry (cuLA or a peer) has a status: `ok`, `wrong` (out of tolerance: timed, shown, never ranked), `failed` (raised),
 or `declined` (the library has nothing to compare). Only entries that ran have times. `forced` names the backend that was
 asked for where the choice was not left to dispatch; a report keeps such rows apart from the others.
+
+Scripts of `benchmarks/` write files of their own form, which name the script and say what it measures: `{"script", "what", ...}`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import cula
 from cula.utils import describe_device
 
 SCHEMA = 1
+FIELDS = ("machine", "versions", "commit", "source", "date", "settings", "bandwidth", "peers", "rows", "left_out", "seconds")
 Result = dict[str, Any]
 Row = dict[str, Any]
 
@@ -49,7 +51,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def short_name(result: Result) -> str:
     """ "H200" of "NVIDIA H200", "CPU" without a GPU: names the report."""
-    gpu = result["machine"].get("gpu")
+    machine = result["machine"]
+    gpu = machine.split(" (")[0] if isinstance(machine, str) else machine.get("gpu")  # a script's is `describe_device`
     return "CPU" if gpu is None else re.sub(r"[^A-Za-z0-9.]+", "-", gpu.replace("NVIDIA ", "")).strip("-")
 
 
@@ -121,17 +124,38 @@ def resume(path: Path, fresh: Result) -> Result:
     return old | {"left_out": [], "settings": fresh["settings"]}
 
 
-def load(path: Path) -> Result:
-    result = json.loads(path.read_text())
-    if result.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: schema {result.get('schema')!r}; this version reads {SCHEMA}")
+def read(path: Path) -> Result:
+    """What a run or a script wrote; a ValueError that names the file where neither did."""
+    try:
+        result = json.loads(path.read_text())
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    if not isinstance(result, dict) or not ("schema" in result or {"script", "what"} <= result.keys()):
+        raise ValueError(f"{path} is not a result file: `cula-bench run` writes those, and the scripts of benchmarks/")
+    if is_of_script(result):
+        return result
+    if result["schema"] != SCHEMA:
+        raise ValueError(f"{path} has schema {result['schema']!r}; this version reads {SCHEMA}")
+    if missing := [name for name in FIELDS if name not in result]:
+        raise ValueError(f"{path} is not whole: it has no {', '.join(missing)}")
     return result
 
 
-def load_all(paths: Sequence[Path]) -> list[Result]:
-    if not paths:
-        raise ValueError("no result files given")
-    return [load(path) for path in paths]
+def is_of_script(result: Result) -> bool:
+    return "schema" not in result
+
+
+def describe_script(result: Result) -> str:
+    """Why a script's file is not like others: what wrote it, and what that measures."""
+    return f"it has no rows of a suite, {result['script']} wrote it ({str(result['what']).rstrip('.')})"
+
+
+def load(path: Path) -> Result:
+    """What a run wrote."""
+    result = read(path)
+    if is_of_script(result):
+        raise ValueError(f"{path} cannot be compared: {describe_script(result)}")
+    return result
 
 
 def save(path: Path, result: Result) -> None:

@@ -5,13 +5,15 @@ import copy
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
-from cula.bench import report, summary
+from cula.bench import report, results, summary
 from cula.bench.cli import main
 from tests.bench.conftest import FAKES
 
+ROOT = Path(__file__).resolve().parents[2]
 MADE: list[dict] = []  # one run serves all tests of this file
 
 
@@ -44,7 +46,7 @@ def write(result, folder, name="H200-1.json"):
 
 def test_report_holds_the_numbers_of_the_file(result, tmp_path):
     source = write(result, tmp_path)
-    assert main(["report", str(source), "--to", str(tmp_path / "docs"), "--readme", str(tmp_path / "none")]) == 0
+    assert main(["report", str(source), "--to", str(tmp_path / "docs")]) == 0
     page = (tmp_path / "docs" / "H200.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     for row in result["rows"]:
@@ -141,8 +143,148 @@ def test_readme_block_is_generated(result, tmp_path):
     assert text.startswith("# Head\n\n") and text.endswith(f"{report.END}\n\ntail\n") and "old" not in text
     assert "(docs/benchmarks/H200.md)" in text and "(docs/benchmarks/H200-speedup.png)" in text
     assert main(command) == 0 and readme.read_text() == text
-    readme.write_text("no markers")
-    assert main(command) == 0 and readme.read_text() == "no markers"
+
+
+def test_a_block_is_filled_only_where_it_is_asked_for_and_can_be(result, tmp_path, capsys):
+    readme, source, folder = tmp_path / "README.md", write(result, tmp_path), tmp_path / "docs"
+    for text, command, said in (
+        ("no markers", ["--to", str(folder), "--readme", str(readme)], "has no block to fill"),
+        (f"{report.END}{report.BEGIN}", ["--to", str(folder), "--readme", str(readme)], "has no block to fill"),
+        (f"{report.BEGIN}{report.END}", ["--readme", str(readme)], "--readme needs --to"),
+        (f"{report.BEGIN}{report.END}", ["--to", str(folder), "--readme", str(tmp_path / "none.md")], "none.md"),
+    ):
+        readme.write_text(text)
+        assert main(["report", str(source), *command]) == 2
+        assert said in capsys.readouterr().err
+        assert readme.read_text() == text and not folder.exists()
+
+
+def test_a_block_links_to_a_page_elsewhere(result, tmp_path):
+    readme = tmp_path / "project" / "README.md"
+    readme.parent.mkdir()
+    readme.write_text(f"{report.BEGIN}{report.END}")
+    assert main(["report", str(write(result, tmp_path)), "--to", str(tmp_path / "pages"), "--readme", str(readme)]) == 0
+    assert "(../pages/H200.md)" in readme.read_text()
+
+
+def test_a_report_stays_out_of_the_project(result, tmp_path, monkeypatch, capsys):
+    """In a clone, the README and the project's pages are as they were; the user's page is in a folder of its own."""
+    theirs = {"README.md": f"# Head\n\n{report.BEGIN}\nold\n{report.END}\n", "docs/benchmarks/H200.md": "the project's"}
+    for name, text in theirs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    source = write(result, tmp_path, "mine.json")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", source.name]) == 0
+    assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "bench-report", "docs", "mine.json"]
+    assert "from `mine.json`" in (tmp_path / "bench-report" / "H200.md").read_text()
+    said = capsys.readouterr().out
+    assert "bench-report/H200.md" in said and "kda-prefill, fast gate" in said
+    assert f"slower on kda-prefill, {result['rows'][0]['label']}: twin takes 0.50x our time" in said
+
+
+def test_help_says_how_the_projects_pages_are_made(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    said = capsys.readouterr().out
+    assert "bench-report/" in said and "make bench-pages" in said
+    options = re.search(r"^    cula-bench report benchmarks/results/\*\.json (.*)$", said, re.MULTILINE)[1]
+    rule = re.search(r"^bench-pages:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert rule == f"$(BIN)/python -m cula.bench report $(sort $(wildcard benchmarks/results/*.json)) {options}"
+
+
+def test_the_committed_files_give_the_committed_pages(tmp_path, monkeypatch, capsys):
+    """`make bench-pages` takes every file, and would change nothing."""
+    monkeypatch.chdir(ROOT)
+    files = sorted(Path("benchmarks/results").glob("*.json"))
+    readme = tmp_path / "README.md"
+    readme.write_text(Path("README.md").read_text())
+    monkeypatch.setattr(report.plots, "draw", lambda rows, folder, name: pictures(folder, name))
+    assert main(["report", *map(str, files), "--to", str(tmp_path / "docs/benchmarks"), "--readme", str(readme)]) == 0
+    left_out = (
+        "results/cpu_token_loop.json is left out: it has no rows of a suite, benchmarks/cpu_token_loop.py wrote it (The torch"
+    )
+    assert left_out in capsys.readouterr().err
+    page = Path("docs/benchmarks/H200.md").read_text()
+    assert all(f"`{file}`" in page for file in files if file.name != "cpu_token_loop.json")
+    assert (tmp_path / "docs/benchmarks/H200.md").read_text() == page, "make bench-pages"
+    assert readme.read_text() == Path("README.md").read_text(), "make bench-pages"
+
+
+def pictures(folder, name):
+    """Those of the committed page, which are not drawn again."""
+    page = (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text()
+    return {title: folder / file for title, file in re.findall(r"!\[(.*?)\]\((.*?)\)", page)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results" / "history").glob("*.json")), ids=lambda path: path.stem)
+def test_earlier_files_are_read(path):
+    loaded = results.load(path)
+    assert report.markdown([loaded], report.merge([loaded]), [path.name], {}).startswith("# Benchmarks: H200")
+
+
+def test_a_suite_has_one_file_that_stands():
+    found = [results.read(path) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))]
+    rows = [(row["id"], row["forced"]) for result in found if not results.is_of_script(result) for row in result["rows"]]
+    assert len(rows) == len(set(rows))
+
+
+def test_passes_of_a_call_have_a_section(tmp_path, capsys):
+    source = ROOT / "benchmarks" / "results" / "H200-kda-passes.json"
+    assert main(["report", str(source), "--to", str(tmp_path)]) == 0
+    assert "passes of a KDA call, H=32, 1x8192, fast: forward 0.919 ms" in capsys.readouterr().out
+    page = (tmp_path / "H200.md").read_text()
+    taken = json.loads(source.read_text())["passes"]
+    for name, entry in taken.items():
+        assert f"| {name} | {summary.ms(entry['graph_ms'])} | `" in page
+    reduces = sum(us for name, us in taken["training"]["kernels_us"].items() if "reduce_kernel" in name)
+    assert f"`at::native::reduce_kernel` {reduces:.0f}" in page and "<" not in page
+    assert f" {taken['training']['peak_bytes'] / 2**20:.0f} |" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "x.json is not JSON"),
+        ("\x00", "x.json is not JSON"),
+        ("[1]", "x.json is not a result file"),
+        ('{"name": "else"}', "x.json is not a result file"),
+        ('{"schema": 99}', "x.json has schema 99; this version reads 1"),
+        ('{"schema": 1, "rows": []}', "x.json is not whole: it has no machine"),
+        (
+            '{"script": "benchmarks/s.py", "what": "How fast."}',
+            "x.json is left out: it has no rows of a suite, benchmarks/s.py wrote it (How fast)\n",
+        ),
+        (
+            '{"script": "benchmarks/kda_passes.py", "what": "Passes."}',
+            "no rows of a suite, benchmarks/kda_passes.py wrote it (Passes)\n",
+        ),
+        (None, "No such file or directory"),
+    ],
+)
+def test_other_files_get_a_sentence(tmp_path, capsys, text, said):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["report", str(path), "--to", str(tmp_path / "docs")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("cula-bench: ") and "Traceback" not in error
+    assert not (tmp_path / "docs").exists()
+
+
+def test_a_script_file_has_nothing_to_compare(result, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text('{"script": "benchmarks/s.py", "what": "How fast."}')
+    assert main(["compare", str(write(result, tmp_path)), str(path)]) == 2
+    assert "x.json cannot be compared: it has no rows of a suite, benchmarks/s.py wrote it (How fast)" in capsys.readouterr().err
+
+
+def test_a_suite_of_another_version_is_shown(result):
+    for row in result["rows"][:1]:
+        row["suite"] = "retired"
+    rows = report.merge([result])
+    assert rows[-1]["suite"] == "retired" and "## retired\n" in report.markdown([result], rows, ["r.json"], {})
 
 
 def test_compare_exits_by_threshold(result, tmp_path, capsys):

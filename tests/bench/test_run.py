@@ -165,7 +165,7 @@ def test_rich_and_matplotlib_are_not_needed():
 
 def test_errors_of_zero_and_nan_survive_json(tmp_path):
     path = tmp_path / "x" / "r.json"
-    results.save(path, {"schema": results.SCHEMA, "rows": [], "error": float("nan")})
+    results.save(path, results.new(torch.device("cpu"), {}, "a") | {"error": float("nan")})
     assert math.isnan(results.load(path)["error"])
 
 
