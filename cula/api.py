@@ -83,7 +83,7 @@ def cula_decode(
         commit: False verifies without writing the pool.
         state_layout: "vk", or "kv" for pools and buffers `[..., K, V]`.
         backend: force a backend by name; "auto" takes the best that can.
-        **kwargs: options of the chosen backend; any other keyword is a TypeError.
+        **kwargs: tensors of a family that have no name here, options of the chosen backend; any other keyword is a TypeError.
 
     Returns:
         `(o, state)`: o of v's shape in q's dtype, and the pool that was passed in.
@@ -112,7 +112,7 @@ def cula_decode(
         "intermediate_states": intermediate_states,
         "out": out,
     }
-    family, x = decode_inputs(mode, q, k, v, state, given, who)
+    family, x = decode_inputs(mode, q, k, v, state, given, kwargs, who)
     options = DecodeOptions(
         scale,
         lower_bound,

@@ -241,14 +241,19 @@ def check_values(request: DecodeRequest) -> None:
 
 
 def decode_inputs(
-    mode: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, given: dict[str, Any], who: str
+    mode: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, given: dict[str, Any], extra: dict[str, Any], who: str
 ) -> tuple[Family, Any]:
-    """The family that a mode names, and its inputs from the tensors given by name; refuses those of other families."""
+    """The family that a mode names, and its inputs from the tensors given by name; refuses those of other families.
+
+    What the family has a name for is taken out of `extra`.
+    """
     family = FAMILIES.get(mode)
     traits: Decode | None = None if family is None else family.decode
     if family is None or traits is None:
         known = [name for name, f in FAMILIES.items() if f.decode is not None]
         raise ValueError(f"{who}: mode is {mode!r}; expected one of {known}")
+    if extra:
+        given |= {name: extra.pop(name) for name in traits.own if name in extra}
     strays = [name for name, t in given.items() if t is not None and name not in traits.Inputs._fields]
     for name in strays:
         takers = [f"{f.name!r}" for f in FAMILIES.values() if f.decode is not None and name in f.decode.own]

@@ -116,11 +116,88 @@ def test_compile_fullgraph_serving():
         torch.testing.assert_close(a, b)
 
 
-def test_compile_says_what_is_wrong():
+def kda_of(pool=None, slots=None, **more):
+    call = KdaCall(T=130, B=2, initial_state=False)
+    return call.tensors() | {"state_pool": pool, "initial_state_indices": slots} | more
+
+
+def test_compile_fullgraph_with_everything_that_is_written():
+    """A pool, an output and checkpoints, written inside one graph."""
+
+    def serve(tensors, pool, slots, out, kept):
+        o, state = cula.cula_kda(
+            **tensors,
+            state_pool=pool,
+            initial_state_indices=slots,
+            out=out,
+            checkpoint_every=64,
+            checkpoint_states=kept,
+            output_final_state=True,
+        )
+        return o.sum(), state, pool.sum(), kept.sum()
+
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, g: cula.cula_kda(q, q, q, g, g[..., 0])[0], fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"g has shape \[1, 4, 1, 16\]; expected \[B, T, HV, K\]"):
-        compiled(torch.randn(1, 4, 1, 32), torch.randn(1, 4, 1, 16))
+    results = []
+    for function in (serve, torch.compile(serve, fullgraph=True, backend="aot_eager")):
+        pool = torch.randn(4, 2, 32, 32, generator=torch.Generator().manual_seed(0))
+        out, kept = torch.zeros(2, 130, 2, 32), torch.zeros(5, 2, 32, 32)
+        tensors = KdaCall(T=130, B=2, initial_state=False).tensors()
+        with torch.no_grad():
+            results.append([*function(tensors, pool, torch.tensor([3, -1]), out, kept), pool, out, kept])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    assert results[1][-1][:4].any() and not results[1][-1][4].any()
+
+
+WRONG = {
+    "a shape": (lambda: {"g": torch.randn(2, 130, 2, 16)}, r"g has shape \[2, 130, 2, 16\]; expected \[B, T, HV, K\]"),
+    "a pool without slots": (lambda: kda_of(torch.zeros(4, 2, 32, 32)), "state_pool needs initial_state_indices"),
+    "slots without a pool": (lambda: kda_of(slots=torch.tensor([0, 1])), "initial_state_indices was given without state_pool"),
+    "a pool of another layout": (lambda: kda_of(torch.zeros(4, 2, 32, 16), torch.tensor([0, 1])), r"expected \[P, HV, V, K\]"),
+    "a pool beside an initial state": (
+        lambda: kda_of(torch.zeros(4, 2, 32, 32), torch.tensor([0, 1]), initial_state=torch.zeros(2, 2, 32, 32)),
+        "initial_state and state_pool were both given",
+    ),
+    "a device": (lambda: {"device": "cuda:0"}, "device='cuda:0' but q is on cpu"),
+    "an out of another shape": (lambda: {"out": torch.zeros(2, 130, 2, 16)}, "out has shape"),
+    "checkpoints off the chunk grid": (
+        lambda: {"checkpoint_every": 63, "checkpoint_states": torch.zeros(4, 2, 32, 32)},
+        "checkpoint_every is 63",
+    ),
+    "a pool in training": (
+        lambda: kda_of(torch.zeros(4, 2, 32, 32), torch.tensor([0, 1])) | {"beta": torch.rand(2, 130, 2, requires_grad=True)},
+        "state_pool is updated in place and has no gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_eager_and_compile_run_the_same_checks(what, compiled):
+    make, message = WRONG[what]
+    given = kda_of() | make()
+    torch._dynamo.reset()
+
+    def model(tensors):
+        return cula.cula_kda(**tensors)[0]
+
+    function = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        function(given)
+
+
+def test_compile_runs_the_checks_of_decode():
+    torch._dynamo.reset()
+    t = KdaCall(T=1, B=2, initial_state=False).tensors()
+    given = {n: t[n] for n in ("q", "k", "v", "g", "beta")} | {"state": torch.zeros(2, 2, 32, 32)}
+    compiled = torch.compile(lambda given: cula.cula_decode(**given)[0], fullgraph=True, backend="aot_eager")
+    for change, message in (
+        ({"device": "cuda:0"}, "q is on cpu"),
+        ({"beta": t["beta"][..., :1]}, "beta has shape"),
+        ({"q": t["q"].clone().requires_grad_()}, "decode updates its state in place"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            compiled(given | change)
 
 
 def test_gradient_of_only_the_final_state():
