@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.ptx import operations
-from tests.support.ptx.flight import reads_in_flight
-from tests.support.ptx.instruction import (
+from tools.ptx import operations
+from tools.ptx.flight import reads_in_flight
+from tools.ptx.instruction import (
     ALL_VIEWS,
     COLLECTIVES,
     DTYPE_OF_VIEW,
@@ -21,8 +21,8 @@ from tests.support.ptx.instruction import (
     Instruction,
     parse_operands,
 )
-from tests.support.ptx.translate import translate
-from tests.support.ptx.values import PARAM_BASE, SMEM_BASE, SimulationError, Unsupported
+from tools.ptx.translate import translate
+from tools.ptx.values import PARAM_BASE, SMEM_BASE, SimulationError, Unsupported
 
 NAME = re.compile(r"(?<![%\w$.])([A-Za-z_]\w*)(?!\w)")
 LABEL = re.compile(r"(\$?\w+):(?=\s)")

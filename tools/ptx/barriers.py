@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.ptx.instruction import Address
-from tests.support.ptx.values import U32, SimulationError, Unsupported
+from tools.ptx.instruction import Address
+from tools.ptx.values import U32, SimulationError, Unsupported
 
 
 class Wait(NamedTuple):

@@ -10,8 +10,8 @@ import struct
 
 import numpy as np
 
-from tests.support.ptx.host_types import parse_type, signed
-from tests.support.ptx.values import HostError, Unsupported
+from tools.ptx.host_types import parse_type, signed
+from tools.ptx.values import HostError, Unsupported
 
 
 def decode(line):

@@ -4,7 +4,7 @@
 import re
 from typing import NamedTuple
 
-from tests.support.ptx.values import F32, S16, S32, S64, U16, U32, U64, Unsupported
+from tools.ptx.values import F32, S16, S32, S64, U16, U32, U64, Unsupported
 
 # A register is a row of one of four arrays, by its size: U 32 bits, D 64 bits, H 16 bits, P predicates.
 FILE_OF_TYPE = {

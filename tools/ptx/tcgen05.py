@@ -10,10 +10,10 @@ import re
 
 import numpy as np
 
-from tests.support.ptx.barriers import Wait
-from tests.support.ptx.instruction import Address, Vector
-from tests.support.ptx.memory import descriptor_fields, operand_offsets
-from tests.support.ptx.values import F32, F64, LANES, U16, U32, SimulationError, Unsupported, to_tf32, widen
+from tools.ptx.barriers import Wait
+from tools.ptx.instruction import Address, Vector
+from tools.ptx.memory import descriptor_fields, operand_offsets
+from tools.ptx.values import F32, F64, LANES, U16, U32, SimulationError, Unsupported, to_tf32, widen
 
 EMPTY = 0xFFFFFFFF  # NaN
 LANE_COUNT, COLUMN_COUNT = 128, 512

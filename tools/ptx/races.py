@@ -23,7 +23,7 @@ come to it apart.
 
 import numpy as np
 
-from tests.support.ptx.values import SMEM_BASE, SimulationError, Unsupported
+from tools.ptx.values import SMEM_BASE, SimulationError, Unsupported
 
 BARRIERS = 64  # mbarriers of a block, at most
 UNIT = 2  # bytes that are looked at as one: the smallest that two warps write side by side

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cula.ops.cute.toolchain import build
-from tests.support.ptx import HostError, SimulationError, compile_all, compiled, simulate
-from tests.support.ptx.cases import CASES, HOPPER, check, compiled_case, orders_of
+from tests.tools.ptx.cases import CASES, HOPPER, check, compiled_case, orders_of
+from tools.ptx import HostError, SimulationError, compile_all, compiled, simulate
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 

@@ -36,16 +36,15 @@ same place go through them together. Instructions that no kernel has used yet ra
 
 import os
 
-# Products here are small: BLAS threads only cost, and much on a busy machine. It works if numpy is not imported yet, which
-# tests/conftest.py sees to in the same way.
+# Products here are small: BLAS threads only cost, and much on a busy machine. It works if numpy is not imported yet; a caller
+# that imports numpy first sets the variable itself.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from tests.support.ptx.block import ORDERS
-from tests.support.ptx.simulate import BLACKWELL_KDA, Compiled, Pointer, compile_all, compiled, interpret, simulate
-from tests.support.ptx.values import HostError, SimulationError, Unsupported
+from tools.ptx.block import ORDERS
+from tools.ptx.simulate import Compiled, Pointer, compile_all, compile_together, compiled, interpret, simulate
+from tools.ptx.values import HostError, SimulationError, Unsupported
 
 __all__ = [
-    "BLACKWELL_KDA",
     "ORDERS",
     "Compiled",
     "HostError",
@@ -53,6 +52,7 @@ __all__ = [
     "SimulationError",
     "Unsupported",
     "compile_all",
+    "compile_together",
     "compiled",
     "interpret",
     "simulate",

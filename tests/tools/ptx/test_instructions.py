@@ -6,9 +6,9 @@ import struct
 import numpy as np
 import pytest
 
-from tests.support.ptx import SimulationError, Unsupported, launch
-from tests.support.ptx.memory import GlobalMemory
-from tests.support.ptx.values import bf16_to_f32, f32_to_bf16, f32_to_f16, narrow, widen
+from tools.ptx import SimulationError, Unsupported, launch
+from tools.ptx.memory import GlobalMemory
+from tools.ptx.values import bf16_to_f32, f32_to_bf16, f32_to_f16, narrow, widen
 
 PROGRAM = """
 .extern .shared .align 1024 .b8 shared[];

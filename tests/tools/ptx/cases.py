@@ -3,7 +3,7 @@
 
 import torch
 
-from tests.support.ptx import compiled, simulate
+from tools.ptx import compiled, simulate
 
 HOPPER, BLACKWELL = ("tests.support.kernels.hopper",), ("tests.support.kernels.blackwell",)
 NAN = float("nan")

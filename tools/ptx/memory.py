@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from tests.support.ptx.values import GMEM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
+from tools.ptx.values import GMEM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
 
 
 class GlobalMemory:

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 
-from tests.support.ptx.block import ORDERS
-from tests.support.ptx.cluster import Cluster
-from tests.support.ptx.program import Program
-from tests.support.ptx.values import CLUSTER_BLOCKS, SMEM_BYTES, SimulationError, Unsupported
+from tools.ptx.block import ORDERS
+from tools.ptx.cluster import Cluster
+from tools.ptx.program import Program
+from tools.ptx.values import CLUSTER_BLOCKS, SMEM_BYTES, SimulationError, Unsupported
 
 
 @functools.lru_cache(maxsize=64)

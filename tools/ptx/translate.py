@@ -5,8 +5,8 @@ A line names registers through views (`F[3]` is register 3 as float32, all lanes
 `operations.py` offers. `translate` returns None for what waits, branches or works asynchronously.
 """
 
-from tests.support.ptx.instruction import VIEW_OF_TYPE, WIDTH, Vector
-from tests.support.ptx.values import PARAM_BASE, SMEM_WINDOW, Unsupported
+from tools.ptx.instruction import VIEW_OF_TYPE, WIDTH, Vector
+from tools.ptx.values import PARAM_BASE, SMEM_WINDOW, Unsupported
 
 BITS = {1: "H", 2: "H", 4: "U", 8: "D"}  # the view of bits, by width
 IGNORED = ("fence", "prefetch", "setmaxnreg", "griddepcontrol", "nanosleep", "wgmma.fence", "tcgen05.fence", "bar.warp")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.ptx.instruction import Vector
-from tests.support.ptx.memory import descriptor_fields, operand_offsets
-from tests.support.ptx.values import F32, F64, U32, SimulationError, Unsupported, halves, widen
+from tools.ptx.instruction import Vector
+from tools.ptx.memory import descriptor_fields, operand_offsets
+from tools.ptx.values import F32, F64, U32, SimulationError, Unsupported, halves, widen
 
 NAN = U32(0x7FC00000)
 _THREAD = np.arange(128)

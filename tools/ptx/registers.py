@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from tests.support.ptx.values import F32, S16, S32, S64, U16, U32
+from tools.ptx.values import F32, S16, S32, S64, U16, U32
 
 
 class Views:

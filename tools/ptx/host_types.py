@@ -8,7 +8,7 @@ import functools
 import re
 import struct
 
-from tests.support.ptx.values import Unsupported
+from tools.ptx.values import Unsupported
 
 
 class Type:

@@ -10,9 +10,9 @@ import torch
 
 from cula.ops.cute.toolchain import build, loader
 from cula.ops.cute.toolchain.variants import modules_of
-from tests.support.ptx import launch
-from tests.support.ptx.host import Host, Tensor
-from tests.support.ptx.memory import GlobalMemory
+from tools.ptx import launch
+from tools.ptx.host import Host, Tensor
+from tools.ptx.memory import GlobalMemory
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ def compile_all(arch, modules=None, part=(0, 1), names=None):
     return build.build(arch, modules, text_folder(arch, modules), names, keep_text=True, reuse=True, part=part)
 
 
-# The variants of Blackwell's KDA kernels that tests run: between them they have every type and flag.
-BLACKWELL_KDA = tuple(f"kda_{kind}" for kind in (
-    "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_log_bf16", "f16_gate_bf16_scalar",
-))  # fmt: skip
+TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {}  # (architecture, variant) -> the variants that are compiled with it
+
+
+def compile_together(arch, names):
+    """Have `compiled` compile all of these variants when it is first asked for one: starting the DSL takes seconds."""
+    TOGETHER.update(dict.fromkeys(((arch, name) for name in names), tuple(names)))
 
 
 @functools.cache
@@ -64,8 +66,8 @@ def compiled(name, arch="sm_90a", modules=None):
     """The text of a variant, compiled unless it has been already."""
     folder = text_folder(arch, modules)
     if not (folder / f"{name}.so").is_file():
-        together = BLACKWELL_KDA if arch == "sm_100a" and name in BLACKWELL_KDA else [name]  # starting the DSL takes seconds
-        build.build(arch, modules or modules_of(arch), folder, together, keep_text=True, reuse=True)
+        names = TOGETHER.get((arch, name), (name,))
+        build.build(arch, modules or modules_of(arch), folder, names, keep_text=True, reuse=True)
     return Compiled(name, arch, (folder / f"{name}.ptx").read_text(), (folder / f"{name}.host.mlir").read_text())
 
 

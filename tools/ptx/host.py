@@ -15,8 +15,8 @@ import re
 import struct
 from dataclasses import dataclass
 
-from tests.support.ptx.host_operations import decode
-from tests.support.ptx.values import HostError, Unsupported
+from tools.ptx.host_operations import decode
+from tools.ptx.values import HostError, Unsupported
 
 # Codes and bits of DLPack.
 DTYPES = {

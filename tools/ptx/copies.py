@@ -3,9 +3,9 @@
 
 import numpy as np
 
-from tests.support.ptx.instruction import WIDTH, Address, Vector
-from tests.support.ptx.memory import TensorMap
-from tests.support.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
+from tools.ptx.instruction import WIDTH, Address, Vector
+from tools.ptx.memory import TensorMap
+from tools.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
 
 
 class Copies:

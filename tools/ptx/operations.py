@@ -7,7 +7,7 @@ those warps, `m` the mask of lanes that are active (None: all of them), `place` 
 
 import numpy as np
 
-from tests.support.ptx.values import (
+from tools.ptx.values import (
     F32,
     F64,
     LANES,

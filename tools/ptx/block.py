@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.ptx.barriers import Barriers
-from tests.support.ptx.copies import Copies
-from tests.support.ptx.instruction import SPECIAL_REGISTERS
-from tests.support.ptx.registers import Views
-from tests.support.ptx.tcgen05 import TensorMemory
-from tests.support.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError, Unsupported
-from tests.support.ptx.wgmma import Wgmma
+from tools.ptx.barriers import Barriers
+from tools.ptx.copies import Copies
+from tools.ptx.instruction import SPECIAL_REGISTERS
+from tools.ptx.registers import Views
+from tools.ptx.tcgen05 import TensorMemory
+from tools.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError, Unsupported
+from tools.ptx.wgmma import Wgmma
 
 ALL = np.ones(32, bool)
 DONE = -1  # where a thread that has ended stands

@@ -8,10 +8,10 @@ import math
 
 import numpy as np
 
-from tests.support.ptx.barriers import Wait
-from tests.support.ptx.block import DONE, Block
-from tests.support.ptx.races import Races
-from tests.support.ptx.values import S64, SMEM_BASE, SMEM_WINDOW, SimulationError
+from tools.ptx.barriers import Wait
+from tools.ptx.block import DONE, Block
+from tools.ptx.races import Races
+from tools.ptx.values import S64, SMEM_BASE, SMEM_WINDOW, SimulationError
 
 
 class Cluster:
