@@ -3,8 +3,8 @@
 
 A product on tensor cores (wgmma) names its operands in shared memory by 64-bit descriptors: an address in the lower half, a
 constant in the upper one, which is added to zero. With nearly all registers taken, ptxas was seen to add it to a register that
-had long been given to something else; the product then reads wrong or unmapped shared memory. The PTX is right, so neither the
-interpreter nor a look at PTX shows it.
+had long been given to something else; the product then reads wrong or unmapped shared memory. The PTX is right, so neither a
+simulator nor a look at PTX shows it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ SWIZZLES = (0x4000, 0x8000, 0xC000)  # upper 16 bits of the constant: the layout
 
 def misplaced_descriptors(cubin: bytes) -> list[str]:
     """Instructions of sm_90 code that add a descriptor's constant to a register which is neither zero nor a copy."""
+    return misplaced_in(_disassemble(cubin))
+
+
+def misplaced_in(sass: str) -> list[str]:
+    """The same of code that has been disassembled."""
     last: dict[str, str] = {}  # register -> the instruction that wrote it last, in the order of the code
     bad = []
-    for address, text in INSTRUCTION.findall(_disassemble(cubin)):
+    for address, text in INSTRUCTION.findall(sass):
         operation, _, rest = text.partition(" ")
         arguments = [a.strip().removesuffix(".reuse") for a in rest.split(",")]
         if operation in ("IADD3.X", "UIADD3.X") and any(_is_descriptor_constant(a) for a in arguments[1:4]):
