@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers of a block: named ones and mbarriers."""
+"""Barriers of a block: named barriers (`bar`, `barrier`) and mbarriers."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,18 +9,36 @@ import numpy as np
 from tools.ptx.instruction import Address
 from tools.ptx.values import U32, SimulationError, Unsupported
 
+MBARRIER_BYTES = 8
+
 
 class Wait(NamedTuple):
-    """Why a warp cannot go on: until `is_over()`; `finish`, if it has one, is then told True, or False if it gave up.
-    `clock()` is what the warp then knows to have happened, if races are looked for."""
+    """Why a warp cannot go on. It can as soon as `is_over()`."""
 
-    is_over: object
-    finish: object = None
-    clock: object = None
+    is_over: Callable[[], bool]
+    finish: Callable[[bool], None] | None = None  # is then told True, or False if the wait gave up
+    clock: Callable[[], np.ndarray] | None = None  # what the warp then knows to have happened, if races are looked for
+
+
+class NamedBarrier:
+    """One of a block's numbered barriers. A round of it ends when as many threads have come as its instructions say."""
+
+    def __init__(self):
+        self.rounds = 0  # that are over
+        self.begin_round()
+
+    def begin_round(self):
+        self.threads = 0  # that have come
+        self.place = None  # of the instruction that they wait at
+        self.clock = None  # what they know to have happened, if races are looked for
+
+    def end_round(self):
+        self.rounds += 1
+        self.begin_round()
 
 
 class Mbarrier:
-    """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
+    """A barrier in shared memory. A phase of it ends when all arrivals and all announced bytes have come."""
 
     def __init__(self, count, races=None):
         self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
@@ -45,6 +64,7 @@ class Mbarrier:
             np.maximum(self.coming, clock, out=self.coming)
 
     def settle(self):
+        """End the phase if nothing is missing."""
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
             if self.races is not None:
@@ -59,44 +79,48 @@ class Barriers:
         self.block = block
 
     def start(self):
-        self.named, self.at = {}, {}
+        self.named, self.at = {}, {}  # by number; mbarriers by address
 
     def barrier(self, i, warp, lanes):
+        """`barrier`: one of the cluster, or a named one."""
         if i.parts[1] == "cluster":
             return self.block.cluster.barrier.execute(self.block, i, warp, lanes)
         return self.named_barrier(i, warp, lanes)
 
     def named_barrier(self, i, warp, lanes):
+        """A warp comes to a named barrier; a Wait if it does more than arrive."""
         if not lanes.all():
             raise SimulationError(f"{i.text} in divergent code")
         block = self.block
         number = int(block.value(i.args[0], "U", warp)[0])
         count = int(block.value(i.args[1], "U", warp)[0]) if len(i.args) > 1 else 32 * block.warps
-        # threads that have come, rounds that are over, the instruction that threads of this round wait at, what those know
-        barrier = self.named.setdefault(number, [0, 0, None, None])
-        barrier[0] += 32
-        rounds, waits = barrier[1], "arrive" not in i.parts
+        barrier = self.named.get(number)
+        if barrier is None:
+            barrier = self.named[number] = NamedBarrier()
+        barrier.threads += 32
+        rounds, waits = barrier.rounds, "arrive" not in i.parts
         if block.races is not None:
-            barrier[3] = block.races.new_clock() if barrier[3] is None else barrier[3]
-            block.races.release(block, warp, i.place, barrier[3])
-        clock = barrier[3]
+            barrier.clock = block.races.new_clock() if barrier.clock is None else barrier.clock
+            block.races.release(block, warp, i.place, barrier.clock)
+        clock = barrier.clock
         if waits and i.parts[0] == "bar":  # which is short for barrier.aligned
-            if barrier[2] not in (None, id(i)):
+            if barrier.place not in (None, i.place):
                 raise SimulationError(f"{i.text}: other threads wait at another instruction, which `bar` promises they do not")
-            barrier[2] = id(i)
-        if barrier[0] == count:
-            barrier[:] = 0, rounds + 1, None, None
+            barrier.place = i.place
+        if barrier.threads == count:
+            barrier.end_round()
             block.cluster.progress += 1
-        elif barrier[0] > count:
+        elif barrier.threads > count:
             raise SimulationError(f"{i.text}: more threads than the barrier's count")
-        return Wait(lambda: barrier[1] > rounds, clock=lambda: clock) if waits else None
+        return Wait(lambda: barrier.rounds > rounds, clock=lambda: clock) if waits else None
 
     def mbarrier(self, i, warp, lanes):
+        """An instruction of an mbarrier; a Wait if the warp must wait."""
         kind, block, A = i.parts[1], self.block, i.args
         if kind == "init":
             addresses, counts = block.address(A[0], warp), block.value(A[1], "U", warp)
             for lane in np.flatnonzero(lanes):
-                block.check_shared(int(addresses[lane]), 8, 8, i.text)
+                block.check_shared(int(addresses[lane]), MBARRIER_BYTES, MBARRIER_BYTES, i.text)
                 self.at[int(addresses[lane])] = Mbarrier(int(counts[lane]), block.races)
         elif kind in ("arrive", "expect_tx"):
             self.arrive(i, warp, lanes)
@@ -107,6 +131,7 @@ class Barriers:
         return None
 
     def arrive(self, i, warp, lanes):
+        """Arrivals, announced bytes or both, one of each active lane."""
         block, expects, arrives = self.block, "expect_tx" in i.parts, i.parts[1] == "arrive"
         where = next(n for n, a in enumerate(i.args) if isinstance(a, Address))
         addresses, rest = block.address(i.args[where], warp), i.args[where + 1 :]
@@ -125,6 +150,7 @@ class Barriers:
         block.cluster.progress += 1
 
     def wait(self, i, warp, lanes):
+        """Until the phase of a parity is over. A try_wait that nothing ends gives up, and the kernel's loop tries again."""
         if "parity" not in i.parts:
             raise Unsupported(i.text)
         block, to = self.block, i.args[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tools.ptx.barriers import Barriers
 from tools.ptx.copies import Copies
-from tools.ptx.instruction import SPECIAL_REGISTERS
+from tools.ptx.instruction import BRANCHES, SPECIAL_REGISTERS
 from tools.ptx.registers import Views
 from tools.ptx.tcgen05 import TensorMemory
 from tools.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError, Unsupported
@@ -19,6 +19,16 @@ from tools.ptx.wgmma import Wgmma
 
 ALL = np.ones(32, bool)
 DONE = -1  # where a thread that has ended stands
+
+# What carries out an instruction that waits, arrives or moves data by itself: a part of a block and its method, by the opcode.
+UNITS = {
+    "bar": ("barriers", "named_barrier"),
+    "barrier": ("barriers", "barrier"),
+    "mbarrier": ("barriers", "mbarrier"),
+    "cp": ("copies", "execute"),
+    "st": ("copies", "store_async"),
+    "tcgen05": ("tmem", "execute"),
+}
 
 
 class Order(NamedTuple):
@@ -40,6 +50,8 @@ ORDERS = {
 
 
 class Block:
+    """A block that runs again and again: `start` makes it another block of a grid."""
+
     def __init__(self, program, cluster, rank):
         self.program, self.cluster, self.rank = program, cluster, rank
         self.threads = int(np.prod(program.block))
@@ -78,6 +90,7 @@ class Block:
         return has_moved
 
     def finish(self):
+        """What was never waited for happens now, or is an error."""
         for part in (self.wgmma, self.copies, self.tmem):
             part.finish()
 
@@ -114,6 +127,7 @@ class Block:
         return [(place, warp) for place, warp in ready if place not in places or whole(place, warp)]
 
     def advance_some(self, ready):
+        """Take the warps that the order prefers one step further."""
         if self.order.warps == "together":
             place = min(ready)[0]
             chosen = [warp for p, warp in ready if p == place]
@@ -141,6 +155,7 @@ class Block:
         return False
 
     def what_waits(self):
+        """The warps that wait, and where, for the message of a deadlock."""
         waiting = [f"warp {warp} at {blocked[1][:90]}" for warp, blocked in enumerate(self.waits) if blocked]
         return ", ".join(waiting) or "part of a warpgroup never comes to its wgmma"
 
@@ -180,7 +195,7 @@ class Block:
             active = guard if mask is None else mask & guard
             if active.all():
                 active = None
-        if i.parts[0] in ("bra", "ret", "exit"):
+        if i.parts[0] in BRANCHES:
             to = self.program.labels[i.args[0]] if i.parts[0] == "bra" else DONE
             self.branch(first, end, mask, active, to, segment.end)
             return
@@ -189,6 +204,7 @@ class Block:
             self.execute(i, place, views, first, end, active)
 
     def call(self, segment, views, mask):
+        """Run a segment's function; lanes that are not in the mask keep their registers."""
         if mask is None:
             segment.function(views, None)
             return
@@ -198,6 +214,7 @@ class Block:
             np.copyto(row, old, where=~mask)
 
     def execute(self, i, place, views, first, end, active):
+        """Carry out one instruction for the active lanes of warps `first` to `end`."""
         if i.predicate is not None:
             simple = self.program.guarded(place)
             if simple is not None:
@@ -208,28 +225,19 @@ class Block:
                 raise SimulationError("wgmma in divergent code")
             self.wgmma.execute(i, first, end)
             return
+        if i.parts[0] not in UNITS:
+            raise Unsupported(i.text[:120])
+        part, method = UNITS[i.parts[0]]
+        unit = getattr(getattr(self, part), method)
         for warp in range(first, end):
             lanes = ALL if active is None else active[32 * (warp - first) : 32 * (warp - first + 1)]
             if lanes.any():
-                wait = self.unit(i)(i, warp, lanes)
+                wait = unit(i, warp, lanes)
                 if wait is not None:
                     self.waits[warp] = (wait, i.text)
 
-    def unit(self, i):
-        """What carries out an instruction that waits, arrives or moves data by itself."""
-        units = {
-            "bar": self.barriers.named_barrier,
-            "barrier": self.barriers.barrier,
-            "mbarrier": self.barriers.mbarrier,
-            "cp": self.copies.execute,
-            "st": self.copies.store_async,
-            "tcgen05": self.tmem.execute,
-        }
-        if i.parts[0] not in units:
-            raise Unsupported(i.text[:120])
-        return units[i.parts[0]]
-
     def branch(self, first, end, mask, taken, to, otherwise):
+        """Move the lanes of `taken` (None: all) to one place and the others to another."""
         if taken is None:
             self.move(first, end, mask, to)
             return
@@ -249,6 +257,7 @@ class Block:
                 self.reconverge(warp)
 
     def move(self, first, end, mask, to):
+        """Have warps, or the lanes of a mask, stand at another place."""
         for warp in range(first, end):
             if mask is None or self.place[warp] is not None:
                 self.place[warp] = to
@@ -257,11 +266,13 @@ class Block:
                 self.reconverge(warp)
 
     def reconverge(self, warp):
+        """A warp whose lanes all stand at one place goes on as one."""
         places = self.lane_places[warp]
         if (places == places[0]).all():
             self.place[warp], self.lane_places[warp] = int(places[0]), None
 
     def view(self, first, end):
+        """The registers of warps `first` to `end`, as generated code sees them; made once."""
         views = self.views.get((first, end))
         if views is None:
             views = self.views[(first, end)] = Views(self, first, end)
@@ -288,12 +299,14 @@ class Block:
         return self.registers[file][n, 32 * warp : 32 * warp + 32].astype(S64) + operand.offset
 
     def uniform(self, values, lanes, what):
+        """The one value that all active lanes hold."""
         values = values[lanes]
         if (values != values[0]).any():
             raise SimulationError(f"{what} differs between the lanes of a warp")
         return int(values[0])
 
     def write(self, name, warp, value, lanes):
+        """Write a register of one warp's active lanes."""
         if name != "_":
             file, n = self.program.registers[name]
             self.registers[file][n, 32 * warp : 32 * warp + 32][lanes] = value

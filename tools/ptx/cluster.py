@@ -13,8 +13,12 @@ from tools.ptx.block import DONE, Block
 from tools.ptx.races import Races
 from tools.ptx.values import S64, SMEM_BASE, SMEM_WINDOW, SimulationError
 
+NAN_BYTE = 0xFF  # of memory that was not written: NaN in every format of floats
+
 
 class Cluster:
+    """Blocks that run together, and what they have in common: asynchronous work, the barrier of the cluster, races."""
+
     def __init__(self, program, shape):
         self.program, self.shape = program, shape
         self.blocks = [Block(program, self, rank) for rank in range(math.prod(shape))]
@@ -25,7 +29,7 @@ class Cluster:
         self.order = order
         self.events = []  # asynchronous work not done yet, the oldest first
         self.progress = 0  # how much has happened that a wait may be for
-        self.smem = np.full((len(self.blocks), -(-smem_bytes // 1024) * 1024), 0xFF, np.uint8)
+        self.smem = np.full((len(self.blocks), -(-smem_bytes // 1024) * 1024), NAN_BYTE, np.uint8)
         self.smem_words = {width: self.smem.reshape(-1).view(f"u{width}") for width in (1, 2, 4, 8)}
         self.races = Races(self, self.program) if races else None
         self.barrier.start()
@@ -38,6 +42,7 @@ class Cluster:
     # The scheduler.
 
     def run(self):
+        """Run all blocks to their end."""
         # A block that always goes first would hide what its partner does too early.
         blocks = self.blocks[::-1] if self.order.warps == "last" else self.blocks
         while True:
@@ -70,6 +75,7 @@ class Cluster:
         return (block if window < 1 else self.running(window - 1, address)), there
 
     def running(self, rank, address):
+        """The block of a rank, which must not have ended."""
         if rank >= len(self.blocks):
             raise SimulationError(f"no block of rank {rank} in a cluster of {len(self.blocks)}: shared address {int(address):#x}")
         other = self.blocks[rank]
@@ -100,6 +106,7 @@ class ClusterBarrier:
         self.clocks = {}  # what those that come to a round know, by its number
 
     def execute(self, block, i, warp, lanes):
+        """A warp arrives, or waits."""
         if not lanes.all():
             raise SimulationError(f"{i.text} in divergent code")
         own = block.rank, slice(32 * warp, 32 * warp + 32)
@@ -118,5 +125,6 @@ class ClusterBarrier:
         return Wait(lambda: self.is_complete(count), clock=lambda: self.clocks[count])
 
     def is_complete(self, count):
+        """Whether every thread has arrived so often, or has ended."""
         late = self.arrivals < count
         return not late.any() or all(np.all(b.thread_places()[late[b.rank]] == DONE) for b in self.blocks)

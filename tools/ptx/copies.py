@@ -1,11 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies that run by themselves: TMA tensor copies, bulk copies of plain bytes, and cp.async."""
 
+import functools
+
 import numpy as np
 
-from tools.ptx.instruction import WIDTH, Address, Vector
+from tools.ptx.instruction import WIDTH, Address, Vector, begins
 from tools.ptx.memory import TensorMap
 from tools.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
+
+# The method that carries out a `cp` instruction, by the beginning of its opcode; the first that fits counts.
+METHODS = {
+    "cp.async.bulk.commit_group": "commit_stores",
+    "cp.async.bulk.wait_group": "wait_stores",
+    "cp.async.bulk.tensor": "tensor",
+    "cp.async.bulk.prefetch.L2": "hint",
+    "cp.async.bulk.prefetch": "nothing",
+    "cp.async.bulk": "plain",
+    "cp.async.ca": "small",
+    "cp.async.cg": "small",
+    "cp.async.commit_group": "commit_loads",
+    "cp.async.wait_group": "wait_loads",
+    "cp.async.wait_all": "wait_all_loads",
+}
+TMA_ALIGNMENT, BULK_ALIGNMENT = 128, 16  # of addresses in shared memory, in bytes
+TENSOR_MAP_BYTES = 128
+
+
+@functools.cache
+def method_of(op):
+    found = next((method for beginning, method in METHODS.items() if begins(op, beginning)), None)
+    if found is None:
+        raise Unsupported(op)
+    return found
 
 
 class Copies:
@@ -30,32 +57,33 @@ class Copies:
             raise SimulationError("a bulk store may still be reading shared memory at exit: nothing waited for it")
 
     def execute(self, i, warp, lanes):
-        if i.starts("cp.async.bulk.commit_group"):
-            self.store_groups[warp].append(self.stores[warp])
-            self.stores[warp] = []
-        elif i.starts("cp.async.bulk.wait_group"):
-            run_down(self.store_groups[warp], int(i.args[0]))
-        elif i.starts("cp.async.bulk.tensor"):
-            self.tensor(i, warp, lanes)
-        elif i.starts("cp.async.bulk.prefetch.L2"):
-            self.hint(i, warp, lanes)
-        elif i.starts("cp.async.bulk") and "prefetch" not in i.parts:
-            self.plain(i, warp, lanes)
-        elif i.starts("cp.async.ca", "cp.async.cg"):
-            self.small(i, warp, lanes)
-        elif i.starts("cp.async.commit_group"):
-            self.load_groups[warp].append(self.loads[warp])
-            self.loads[warp] = []
-        elif i.starts("cp.async.wait_group"):
-            run_down(self.load_groups[warp], int(i.args[0]))
-        elif i.starts("cp.async.wait_all"):
-            self.load_groups[warp].append(self.loads[warp])
-            self.loads[warp] = []
-            run_down(self.load_groups[warp], 0)
-        elif not i.starts("cp.async.bulk.prefetch"):
-            raise Unsupported(i.text)
+        """An instruction of a warp's active lanes."""
+        getattr(self, method_of(i.op))(i, warp, lanes)
+
+    # Groups: what a warp has issued is gathered by a commit, and waited for in the order of the commits.
+
+    def commit_stores(self, i, warp, lanes):
+        self.store_groups[warp].append(self.stores[warp])
+        self.stores[warp] = []
+
+    def wait_stores(self, i, warp, lanes):
+        run_down(self.store_groups[warp], int(i.args[0]))
+
+    def commit_loads(self, i, warp, lanes):
+        self.load_groups[warp].append(self.loads[warp])
+        self.loads[warp] = []
+
+    def wait_loads(self, i, warp, lanes):
+        run_down(self.load_groups[warp], int(i.args[0]))
+
+    def wait_all_loads(self, i, warp, lanes):
+        self.commit_loads(i, warp, lanes)
+        run_down(self.load_groups[warp], 0)
+
+    # Copies.
 
     def tensor(self, i, warp, lanes):
+        """A TMA copy of a box: cp.async.bulk.tensor.2d.TO.FROM..."""
         is_load, block = i.parts[5].startswith("shared"), self.block
         if any(word in i.op for word in ("multicast", "im2col", "cta_group", "prefetch")):
             raise Unsupported(i.op)
@@ -70,7 +98,7 @@ class Copies:
         if len(coordinates) != tensor_map.rank:
             raise SimulationError(f"{len(coordinates)} TMA coordinates for a descriptor of rank {tensor_map.rank}")
         owner, shared = self.owner(i.parts[5], shared)
-        owner.check_shared(shared, tensor_map.bytes, 128, "TMA")
+        owner.check_shared(shared, tensor_map.bytes, TMA_ALIGNMENT, "TMA")
         move = lambda: self.move(tensor_map, coordinates, owner, shared, is_load)
         if is_load:
             self.load_later(i, warp, move, tensor_map.bytes, owner, shared, pick(i.args[2]))
@@ -78,11 +106,12 @@ class Copies:
             self.store_later(i, warp, move, tensor_map.bytes, shared)
 
     def tensor_map(self, address):
+        """The TMA descriptor at an address of the kernel's parameters."""
         if address not in self.maps:
             start = address - PARAM_BASE
             if not 0 <= start < len(self.block.parameters):
                 raise Unsupported("a TMA descriptor outside the kernel's parameters")
-            self.maps[address] = TensorMap(bytes(self.block.parameters[start : start + 128]))
+            self.maps[address] = TensorMap(bytes(self.block.parameters[start : start + TENSOR_MAP_BYTES]))
         return self.maps[address]
 
     def owner(self, space, address):
@@ -90,6 +119,7 @@ class Copies:
         return self.block.cluster.owner(self.block, address) if space == "shared::cluster" else (self.block, address)
 
     def move(self, tensor_map, coordinates, block, shared, is_load):
+        """Copy a box between global memory and the shared memory of a block."""
         element = tensor_map.element
         offset, inside, smem_address = tensor_map.place(coordinates, shared)
         offset += tensor_map.address - GMEM_BASE
@@ -102,6 +132,7 @@ class Copies:
             gmem[here[inside]] = smem[there[inside]]
 
     def look(self, i, warp, owner, address, n, is_write):
+        """Look for a race of n bytes that a copy of this warp's reads or writes."""
         if self.block.races is not None:
             self.block.races.copy(i, self.block, warp, owner, address, n, is_write)
 
@@ -141,7 +172,7 @@ class Copies:
             arrive()
 
     def plain(self, i, warp, lanes):
-        """cp.async.bulk of n bytes, either way."""
+        """cp.async.bulk.TO.FROM... of n bytes, either way."""
         block, is_load = self.block, i.parts[3].startswith("shared")
         if any(word in i.op for word in ("multicast", "cp_mask", "reduce", "ignore_oob")):
             raise Unsupported(i.op)
@@ -154,11 +185,11 @@ class Copies:
             to, source = (int(block.address(a, warp)[lane]) for a in i.args[:2])
             n = int(block.value(i.args[2], "U", warp)[lane])
             shared, offset = (to, source - GMEM_BASE) if is_load else (source, to - GMEM_BASE)
-            if n % 16 or offset % 16:
+            if n % BULK_ALIGNMENT or offset % BULK_ALIGNMENT:
                 raise SimulationError(f"a bulk copy of {n} bytes at {offset + GMEM_BASE:#x}: both must be multiples of 16")
             owner, shared = self.owner(i.parts[3], shared)
-            owner.check_shared(shared, n, 16, "bulk copy")
-            block.gmem.check(np.arange(offset, offset + n, 16, dtype=S64), 16, "bulk copy")
+            owner.check_shared(shared, n, BULK_ALIGNMENT, "bulk copy")
+            self.check_global(offset, n, "bulk copy")
             gmem = block.gmem.bytes[offset : offset + n]
             smem = owner.shared_bytes(shared, n)
             if is_load:
@@ -173,7 +204,15 @@ class Copies:
         for lane in np.flatnonzero(lanes):
             offset = int(block.address(i.args[0], warp)[lane]) - GMEM_BASE
             n = int(block.value(i.args[1], "U", warp)[lane])
-            block.gmem.check(np.arange(offset, offset + n, 16, dtype=S64), 16, "prefetch")
+            self.check_global(offset, n, "prefetch")
+
+    def nothing(self, i, warp, lanes):
+        """A prefetch of a box: what it names is checked when it is copied."""
+
+    def check_global(self, offset, n, what):
+        """Every piece of n bytes of global memory lies in an array."""
+        pieces = np.arange(offset, offset + n, BULK_ALIGNMENT, dtype=S64)
+        self.block.gmem.check(pieces, BULK_ALIGNMENT, what)
 
     def push(self, i, warp, lanes):
         """cp.async.bulk of n bytes of one's own shared memory to another block's."""
@@ -181,13 +220,13 @@ class Copies:
         for lane in np.flatnonzero(lanes):
             to, source, barrier = (int(block.address(i.args[k], warp)[lane]) for k in (0, 1, 3))
             n = int(block.value(i.args[2], "U", warp)[lane])
-            if n % 16:
+            if n % BULK_ALIGNMENT:
                 raise SimulationError(f"a bulk copy of {n} bytes: must be a multiple of 16")
             owner, to = block.cluster.owner(block, to)
             if owner is block:
                 raise SimulationError(f"{i.op} to the block's own shared memory: it is for another's")
-            block.check_shared(source, n, 16, "source of a bulk copy")
-            owner.check_shared(to, n, 16, "bulk copy")
+            block.check_shared(source, n, BULK_ALIGNMENT, "source of a bulk copy")
+            owner.check_shared(to, n, BULK_ALIGNMENT, "bulk copy")
             parts = owner.shared_bytes(to, n), block.shared_bytes(source, n)
             self.look(i, warp, block, source, n, False)
             self.load_later(i, warp, lambda parts=parts: np.copyto(*parts), n, owner, to, barrier)

@@ -10,6 +10,8 @@ predicate counts as if it ran. Where two ways meet, a use of what either of them
 may move a use across a barrier, if that does not touch memory, is not looked at: PTX says what is used before.
 """
 
+from tools.ptx.instruction import BRANCHES
+
 RELEASES = ("bar", "barrier", "mbarrier.arrive", "mbarrier.expect_tx", "cp.async.bulk", "st.async", "tcgen05.commit")
 
 
@@ -32,7 +34,7 @@ def reads_in_flight(program):
             state, place = after(i, state), place + 1
             if i.parts[0] == "bra":
                 following.append(program.labels[i.args[0]])
-            if i.parts[0] in ("bra", "ret", "exit") and not i.predicate:
+            if i.parts[0] in BRANCHES and not i.predicate:
                 break
             if following or place in program.joins:
                 following.append(place)

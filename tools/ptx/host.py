@@ -14,18 +14,38 @@ Known is what DSL 4.8.1 emits; anything else raises Unsupported with the operati
 import re
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 from tools.ptx.host_operations import decode
+from tools.ptx.host_types import unescape
 from tools.ptx.values import HostError, Unsupported
 
-# Codes and bits of DLPack.
+
+class Dl(IntEnum):
+    """What DLPack calls the kinds of numbers."""
+
+    INT, UINT, FLOAT, BFLOAT, BOOL = 0, 1, 2, 4, 6
+
+
+class Ffi(IntEnum):
+    """What tvm-ffi calls the types of arguments."""
+
+    NONE, INT, BOOL, FLOAT, OPAQUE_POINTER, TENSOR = 0, 1, 2, 3, 4, 7
+
+
 DTYPES = {
-    "bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "int32": (0, 32), "int64": (0, 64),
-    "int16": (0, 16), "int8": (0, 8), "uint8": (1, 8), "bool": (6, 8),
+    "bfloat16": (Dl.BFLOAT, 16), "float16": (Dl.FLOAT, 16), "float32": (Dl.FLOAT, 32), "float64": (Dl.FLOAT, 64),
+    "int8": (Dl.INT, 8), "int16": (Dl.INT, 16), "int32": (Dl.INT, 32), "int64": (Dl.INT, 64), "uint8": (Dl.UINT, 8),
+    "bool": (Dl.BOOL, 8),
 }  # fmt: skip
+DL_CUDA = 2  # the device that tensors are said to be on
+# DLTensor: data, device, rank, dtype (kind, bits, lanes), shape, strides, byte offset.
+DL_TENSOR = struct.Struct("<QiiiBBHQQQ")
+# cudaLaunchConfig_t: grid, block, bytes of shared memory, stream, attributes and their number; the size of cudaLaunchAttribute.
+LAUNCH_CONFIG, ATTRIBUTE_BYTES = struct.Struct("<3i3iQQQI"), 72
 STREAM = object()  # stands for the stream argument
 BASE = 0x5000_0000_0000  # where host memory is
-MAX_STEPS = 500_000
+MAX_STEPS = 500_000  # operations of one function: more is a loop that does not end
 CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
 
 
@@ -41,6 +61,8 @@ class Tensor:
 
 @dataclass
 class Launch:
+    """A kernel that the host code has launched."""
+
     kernel: str
     parameters: list  # bytes
     grid: tuple
@@ -50,11 +72,15 @@ class Launch:
 
 
 class Function:
+    """A function of the host code: basic blocks by name, each with its parameters and lines."""
+
     def __init__(self, arguments):
-        self.arguments, self.blocks = arguments, {"^bb0": ([], [])}  # parameters and lines
+        self.arguments, self.blocks = arguments, {"^bb0": ([], [])}
 
 
 class Host:
+    """The host code of a variant, with a memory of its own."""
+
     def __init__(self, text):
         self.functions, self.globals, self.kernels, self.decoded = {}, {}, {}, {}
         self.memory, self.sizes = bytearray(64), {}
@@ -65,6 +91,7 @@ class Host:
             raise Unsupported("host code without a tvm-ffi entry: compile with --enable-tvm-ffi")
 
     def read(self, text):
+        """Functions, their blocks and globals, line by line."""
         function = lines = None
         for line in map(str.strip, text.splitlines()):
             if m := re.match(r'llvm\.mlir\.global .*?@("(?:[^"\\]|\\.)*"|[\w.$]+)\((.*)\)', line):
@@ -82,6 +109,7 @@ class Host:
                 lines.append(line)
 
     def read_global(self, name, text):
+        """A string, or room for something that is set up at run time."""
         body = re.match(r'"((?:[^"\\]|\\.)*)"', text)
         raw = unescape(body[1]) if body else bytes(64)
         address = self.allocate(len(raw) + 64)
@@ -100,11 +128,13 @@ class Host:
         return BASE + at
 
     def offset(self, address, n=1):
+        """Where n bytes at an address are in `memory`."""
         if not BASE <= address <= BASE + len(self.memory) - n:
             raise HostError(f"host access at {address:#x}")
         return address - BASE
 
     def text(self, address):
+        """A string that ends with a zero."""
         at = self.offset(address)
         return self.memory[at : self.memory.index(0, at)].decode()
 
@@ -130,6 +160,7 @@ class Host:
         return launches
 
     def argument_count(self):
+        """How many arguments the entry takes, from the comparison that it begins with."""
         lines = self.functions[self.entry].blocks["^bb0"][1]
         compared = next((m[1] for line in lines if (m := re.search(r'icmp "eq" %arg2, (%\w+)', line))), None)
         constant = next((line for line in lines if line.startswith(f"{compared} = llvm.mlir.constant")), None)
@@ -140,19 +171,19 @@ class Host:
     def pack_argument(self, argument):
         """A tvm-ffi value: a type's number, padding, eight bytes."""
         if isinstance(argument, Tensor):
-            return struct.pack("<iiQ", 7, 0, self.pack_tensor(argument))
+            return struct.pack("<iiQ", Ffi.TENSOR, 0, self.pack_tensor(argument))
         if isinstance(argument, float):
-            return struct.pack("<iid", 3, 0, argument)
+            return struct.pack("<iid", Ffi.FLOAT, 0, argument)
         if argument is None:
-            return struct.pack("<iiQ", 0, 0, 0)
+            return struct.pack("<iiQ", Ffi.NONE, 0, 0)
         if argument is STREAM:
-            return struct.pack("<iiQ", 4, 0, 0)  # an opaque pointer
+            return struct.pack("<iiQ", Ffi.OPAQUE_POINTER, 0, 0)
         if isinstance(argument, bool):
-            return struct.pack("<iiq", 2, 0, argument)
-        return struct.pack("<iiq", 1, 0, int(argument))
+            return struct.pack("<iiq", Ffi.BOOL, 0, argument)
+        return struct.pack("<iiq", Ffi.INT, 0, int(argument))
 
     def pack_tensor(self, tensor):
-        """A DLTensor: data, device (cuda, 0), rank, dtype, shape, strides, byte offset."""
+        """The address of a DLTensor, on the first GPU."""
         rank, strides = len(tensor.shape), tensor.strides
         if strides is None:
             strides, n = [], 1
@@ -162,9 +193,8 @@ class Host:
         sizes_at, strides_at, at = (self.allocate(8 * rank), self.allocate(8 * rank), self.allocate(64))
         struct.pack_into(f"<{rank}q", self.memory, sizes_at - BASE, *tensor.shape)
         struct.pack_into(f"<{rank}q", self.memory, strides_at - BASE, *strides)
-        struct.pack_into("<Qiii", self.memory, at - BASE, tensor.address, 2, 0, rank)
-        struct.pack_into("<BBH", self.memory, at - BASE + 20, *DTYPES[tensor.dtype], 1)
-        struct.pack_into("<QQQ", self.memory, at - BASE + 24, sizes_at, strides_at, 0)
+        fields = (tensor.address, DL_CUDA, 0, rank, *DTYPES[tensor.dtype], 1, sizes_at, strides_at, 0)
+        DL_TENSOR.pack_into(self.memory, at - BASE, *fields)
         return at
 
     # Execution.
@@ -201,13 +231,13 @@ class Host:
     def external(self, name, a):
         """Functions of the runtime."""
         if name == "_cudaLaunchKernelEx":
-            config = self.offset(a[0], 64)
-            grid, block = struct.unpack_from("<3i", self.memory, config), struct.unpack_from("<3i", self.memory, config + 12)
-            (smem,) = struct.unpack_from("<Q", self.memory, config + 24)
+            config = LAUNCH_CONFIG.unpack_from(self.memory, self.offset(a[0], LAUNCH_CONFIG.size))
+            grid, block, (smem, _, attributes, count) = config[:3], config[3:6], config[6:]
             # The list of pointers to the parameters, and what each points at, are allocas of known size.
             pointers = self.words(a[2], self.sizes[a[2]] // 8)
             parameters = [bytes(self.memory[self.offset(p) : self.offset(p) + self.sizes[p]]) for p in pointers]
-            self.launches.append(Launch(self.kernels.get(a[1], "?"), parameters, grid, block, smem, self.cluster_size(config)))
+            cluster = self.cluster_size(attributes, count)
+            self.launches.append(Launch(self.kernels.get(a[1], "?"), parameters, grid, block, smem, cluster))
         elif name.startswith("TVMFFIErrorSetRaisedFromCStrParts"):
             self.error = f"{self.text(a[0])}: " + "".join(self.text(p) for p in self.words(a[1], a[2]) if p)
         elif name == "TVMFFIErrorSetRaisedFromCStr":
@@ -216,15 +246,11 @@ class Host:
             raise Unsupported(f"host call to {name}")
         return 0
 
-    def cluster_size(self, config):
-        """Blocks of a cluster along x, y, z: a launch attribute, of which there is a list of 72 bytes each."""
-        attributes, n = struct.unpack_from("<QI", self.memory, config + 40)
-        for k in range(n):
-            kind, *size = struct.unpack_from("<i4x3i", self.memory, self.offset(attributes + 72 * k, 72))
+    def cluster_size(self, attributes, count):
+        """Blocks of a cluster along x, y, z: one of the launch's attributes, a list of structures at an address."""
+        for k in range(count):
+            at = self.offset(attributes + ATTRIBUTE_BYTES * k, ATTRIBUTE_BYTES)
+            kind, *size = struct.unpack_from("<i4x3i", self.memory, at)
             if kind == CLUSTER_DIMENSION:
                 return tuple(size)
         return (1, 1, 1)
-
-
-def unescape(text):
-    return re.sub(rb"\\([0-9A-Fa-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode())

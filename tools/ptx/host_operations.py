@@ -10,11 +10,12 @@ import struct
 
 import numpy as np
 
-from tools.ptx.host_types import parse_type, signed
+from tools.ptx.host_types import parse_type, signed, unescape
 from tools.ptx.values import HostError, Unsupported
 
 
 def decode(line):
+    """The function that carries out a line."""
     line = re.sub(r" \{(?:alignment|nontemporal|isVolatile|inbounds)[^}]*\}", "", line)
     result, text = line.split(" = ", 1) if re.match(r"%\w+ = ", line) else (None, line)
     op, _, rest = text.partition(" ")
@@ -41,6 +42,7 @@ def decode(line):
 
 
 def fields(pattern, rest):
+    """The groups of a pattern that the rest of a line must match."""
     m = re.match(pattern, rest)
     if m is None:
         raise Unsupported(f"host operation: {rest[:120]}")
@@ -59,7 +61,7 @@ def constant_value(body):
     if body.startswith(("true", "false")):
         return int(body.startswith("true"))
     if m := re.match(r'"((?:[^"\\]|\\.)*)"', body):
-        return list(re.sub(rb"\\([0-9A-Fa-f]{2})", lambda k: bytes([int(k[1], 16)]), m[1].encode()))
+        return list(unescape(m[1]))
     if m := re.match(r"dense<(-?\d+)> : vector<(\d+)xi(\d+)>", body):
         return [int(m[1]) & (2 ** int(m[3]) - 1)] * int(m[2])
     if m := re.match(r"(-?\d+) : (?:i(\d+)|index)\)", body):
@@ -219,8 +221,6 @@ def intrinsic(name, text):
     arguments = re.findall(r"%\w+", text)
     if name == "trap":
         return lambda host, env: stop("the host code trapped")
-    if name == "assume":  # a hint to the compiler
-        return lambda host, env: None
     width = re.search(r"-> i(\d+)", text) or re.search(r"i(\d+)", text.split(":", 1)[-1])
     bits = int(width[1]) if width else 64
     if name not in ("umax", "umin", "smax", "smin"):

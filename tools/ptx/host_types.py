@@ -12,6 +12,8 @@ from tools.ptx.values import Unsupported
 
 
 class Type:
+    """A type, and how its values lie in memory. `count`: bits of an integer, elements of an array."""
+
     def __init__(self, kind, size, align, elements=(), count=0):
         self.kind, self.size, self.align, self.elements, self.count = kind, size, align, elements, count
         if kind == "struct":
@@ -24,6 +26,7 @@ class Type:
             self.size = at + -at % self.align
 
     def zero(self):
+        """The value of what was never set."""
         if self.kind == "struct":
             return [e.zero() for e in self.elements]
         if self.kind == "array":
@@ -31,6 +34,7 @@ class Type:
         return 0.0 if self.kind in FLOATS else 0
 
     def pack(self, value, memory, at):
+        """Write a value into memory."""
         if self.kind == "struct":
             for e, x, offset in zip(self.elements, value, self.offsets):
                 e.pack(x, memory, at + offset)
@@ -43,6 +47,7 @@ class Type:
             memory[at : at + self.size] = (value & (2 ** (8 * self.size) - 1)).to_bytes(self.size, "little")
 
     def unpack(self, memory, at):
+        """Read a value from memory."""
         if self.kind == "struct":
             return [e.unpack(memory, at + offset) for e, offset in zip(self.elements, self.offsets)]
         if self.kind == "array":
@@ -94,4 +99,10 @@ def take_type(text):
 
 
 def signed(value, bits):
+    """An integer without sign as one with, of so many bits."""
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
+
+
+def unescape(text):
+    """Bytes of a string constant, in which a backslash and two hexadecimal digits are a byte."""
+    return re.sub(rb"\\([0-9A-Fa-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode())

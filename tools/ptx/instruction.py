@@ -38,6 +38,8 @@ NO_RESULT = (
     "st", "bra", "ret", "exit", "bar", "barrier", "fence", "prefetch", "setmaxnreg", "stmatrix", "cp", "griddepcontrol",
     "nanosleep", "red", "tcgen05.st", "tcgen05.mma", "tcgen05.commit", "tcgen05.alloc", "tcgen05.dealloc", "mbarrier.init",
 )  # fmt: skip
+# Instructions behind which a thread may stand elsewhere, or nowhere.
+BRANCHES = ("bra", "ret", "exit")
 # Instructions that all 32 lanes of a warp take part in.
 COLLECTIVES = ("shfl", "ldmatrix", "stmatrix", "mma", "vote", "redux")
 
@@ -69,7 +71,7 @@ class Instruction:
         self.parts, self.place = op.split("."), place
         self.is_move = self.parts[0] == "mov"
         self.source = None  # Python, once translated; "" if it has none
-        if self.parts[0] == "bra":
+        if self.parts[0] == "bra":  # whose operand is a label
             self.reads, self.writes = {predicate} if predicate else set(), set()
             return
         has_result = bool(args) and not isinstance(args[0], Address) and not self.starts(*NO_RESULT)
@@ -78,10 +80,16 @@ class Instruction:
 
     def starts(self, *names):
         """Whether the opcode begins with one of these, by whole parts."""
-        return any(self.op == name or self.op.startswith((name + ".", name + "::")) for name in names)
+        return any(begins(self.op, name) for name in names)
+
+
+def begins(op, name):
+    """Whether an opcode is `name`, or that with more parts behind it."""
+    return op == name or op.startswith((name + ".", name + "::"))
 
 
 def registers_in(operand):
+    """The names of the registers that an operand holds."""
     if isinstance(operand, Address):
         operand = " ".join((operand.base, *operand.coordinates))
     elif isinstance(operand, Vector):
@@ -90,6 +98,7 @@ def registers_in(operand):
 
 
 def parse_operands(text):
+    """Operands apart, at the commas that are not in braces or brackets."""
     found, depth, current = [], 0, ""
     for character in text:
         depth += (character in "{[") - (character in "}]")

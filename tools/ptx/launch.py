@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a kernel over a grid, one cluster of blocks after the other."""
+"""Run a kernel over a grid, one cluster of blocks after the other, from the first block number to the last."""
 
 import functools
 import itertools

@@ -48,8 +48,11 @@ def swizzle(address, bits):
     return address ^ ((address >> 3) & (((1 << bits) - 1) << 4))
 
 
-# Bytes of an element by the format's code: u8 u16 u32 s32 u64 s64 f16 f32 f32ftz f64 bf16.
-FORMAT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
+# Formats of elements and their bytes, by the code of the format.
+FORMATS = (
+    ("u8", 1), ("u16", 2), ("u32", 4), ("s32", 4), ("u64", 8), ("s64", 8), ("f16", 2), ("f32", 4), ("f32.ftz", 4), ("f64", 8),
+    ("bf16", 2),
+)  # fmt: skip
 
 
 class TensorMap:
@@ -64,7 +67,10 @@ class TensorMap:
         w = struct.unpack("<16Q", raw)
         self.address = w[0]
         self.rank = (w[1] >> 4 & 7) + 1
-        self.element = FORMAT_BYTES[w[1] >> 7 & 15]
+        code = w[1] >> 7 & 15
+        if code >= len(FORMATS):
+            raise Unsupported(f"TMA of elements of format {code}")
+        self.element = FORMATS[code][1]  # bytes
         self.swizzle = w[1] >> 13 & 3
         low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
         strides = [(s | (w[3] >> (32 + 4 * i) & 15) << 32) * 16 for i, s in enumerate(low)]

@@ -29,6 +29,7 @@ from tools.ptx.values import (
 
 
 def fma(x, y, z, out):
+    """The product is exact in float64; the sum is rounded there, and then to float32."""
     np.copyto(out, np.multiply(x, y, dtype=F64) + z, casting="same_kind")
 
 
@@ -51,6 +52,7 @@ def multiply_high(x, y, out):
 
 
 def shift(x, n, out, is_left):
+    """By a register: by as many bits as there are or more nothing is left but, to the right, the sign."""
     bits = out.dtype.itemsize * 8
     by = np.minimum(n, U32(bits - 1)).astype(out.dtype)
     r = np.left_shift(x, by) if is_left else np.right_shift(x, by)
@@ -86,6 +88,7 @@ def permute_bytes(a, b, selector, out):
 
 
 def population(x, out):
+    """popc"""
     out[...] = np.bitwise_count(x)
 
 
@@ -156,6 +159,7 @@ def load(v, m, place, space, address, offset, width, rows, is_signed=False):
 
 
 def store(v, m, place, space, address, offset, width, values):
+    """Of registers or constants, the lower bits if they are wider."""
     words, at = v.block.locate(space, addresses(v, m, address, offset), width, len(values))
     if v.block.races is not None:
         v.block.races.access(v, m, place, words, at, len(values))
@@ -176,6 +180,7 @@ def reduce(v, m, place, space, address, offset, operation, value):
 
 
 def elect(v, m, row, predicate):
+    """elect.sync: the first active lane of each warp."""
     active = np.ones((v.threads // 32, 32), bool) if m is None else m.reshape(-1, 32)
     leader = active.argmax(1)
     if row is not None:
@@ -201,6 +206,7 @@ def shuffle(v, m, mode, x, operand, out, predicate, clamp):
 
 
 def vote(v, m, mode, x, out):
+    """vote.sync"""
     x = np.broadcast_to(x, v.threads).reshape(-1, 32)
     if mode == "ballot":
         bits = (x.astype(U64) << LANES.astype(U64)).sum(1).astype(U32)

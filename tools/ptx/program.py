@@ -26,6 +26,8 @@ from tools.ptx.values import PARAM_BASE, SMEM_BASE, SimulationError, Unsupported
 
 NAME = re.compile(r"(?<![%\w$.])([A-Za-z_]\w*)(?!\w)")
 LABEL = re.compile(r"(\$?\w+):(?=\s)")
+PARAM_ALIGNMENT = 64  # what a TMA descriptor needs
+FILE_OF_PREFIX = {"%rd": "D", "%fd": "D", "%rs": "H", "%h": "H", "%p": "P"}  # all others are U
 
 
 class Segment(NamedTuple):
@@ -51,13 +53,7 @@ class Program:
             raise SimulationError(f"no kernel {name} among {[e[1] for e in entries]}")
         end = next((e.start() for e in entries if e.start() > head.start()), len(ptx))
         self.name = head[1]
-        self.params, at = {}, 0
-        for align, type_, param, n in re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", head[2]):
-            size = WIDTH[type_] * int(n or 1)
-            at += -at % max(int(align or 1), 64)
-            self.params[param] = (at, size)
-            at += size
-        self.param_bytes = at
+        self.params, self.param_bytes = parameters(head[2])
         self.block = block_size(head[3], block)
         if "cluster" in head[3]:
             raise Unsupported("a kernel that says itself how large its clusters are: the DSL leaves it to the launch")
@@ -96,9 +92,11 @@ class Program:
 
     @staticmethod
     def label_key(label, scopes):
+        """A label without $ is known only in its braces."""
         return (0 if label.startswith("$") or not scopes else scopes[-1], label)
 
     def read_statement(self, text, scopes, local):
+        """A declaration of registers, or an instruction."""
         declared = re.match(r"\.reg \.(\w+) (.*)", text)
         if declared:
             file = FILE_OF_TYPE[declared[1]]
@@ -125,9 +123,9 @@ class Program:
         self.code.append(instruction)
 
     def number(self, name, file=None):
+        """The file and number of a register, which its first mention gives it; the file by its name, unless it is declared."""
         if name not in self.registers:
-            by_prefix = (("%rd", "D"), ("%fd", "D"), ("%rs", "H"), ("%h", "H"), ("%p", "P"))
-            file = file or next((f for prefix, f in by_prefix if name.startswith(prefix)), "U")
+            file = file or next((f for prefix, f in FILE_OF_PREFIX.items() if name.startswith(prefix)), "U")
             self.registers[name] = (file, self.count[file])
             self.count[file] += 1
         return self.registers[name]
@@ -160,6 +158,7 @@ class Program:
         return None, self.literal(operand.base) + operand.offset
 
     def literal(self, text):
+        """The number that a constant, or the name of a symbol, stands for."""
         if text[:2] in ("0f", "0F"):
             return int(text[2:], 16)
         if text == self.smem_name:
@@ -217,6 +216,7 @@ class Program:
         return self.segments[key]
 
     def compile(self, instructions, lines, start, end):
+        """Lines of Python as one function, with the views they use taken from its argument first."""
         body = "\n ".join(lines)
         views = [view for view in ALL_VIEWS if re.search(rf"(?<![\w.'\"]){view}\[", body)]
         source = "def segment(v, m):\n " + "".join(f"{view}=v.{view};" for view in views) + f"\n {body}\n"
@@ -224,6 +224,17 @@ class Program:
         writes = sorted({self.registers[name] for i in instructions for name in i.writes})
         is_collective = any(i.parts[0] in COLLECTIVES for i in instructions)
         return Segment(self.environment.pop("segment"), end, writes, instructions, is_collective)
+
+
+def parameters(text):
+    """Where each parameter of a kernel is in the space that holds them, with its bytes; and the bytes of all."""
+    found, at = {}, 0
+    for align, type_, name, n in re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", text):
+        size = WIDTH[type_] * int(n or 1)
+        at += -at % max(int(align or 1), PARAM_ALIGNMENT)
+        found[name] = (at, size)
+        at += size
+    return found, at
 
 
 def block_size(directives, launched):

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races in shared memory: accesses of two warps, one of them a write, that no barrier orders, in whatever order they ran.
+"""Races in shared memory: two accesses of different warps, one of them a write, that no barrier orders.
 
-Every warp of a cluster has a time of its own, which goes on with every release (an arrival, the issue of a copy), and a
-clock: up to which time of every other warp all is known to have happened before. A barrier gathers the clocks of those that
-come and hands them to those that wait. An access is in a race with an earlier one of another warp whose time is beyond the
-clock of its own warp.
+They are found by vector clocks, whatever the order in which the simulator ran the accesses. Every warp of a cluster has a time of
+its own, which advances with each of its releases (an arrival at a barrier, the issue of a copy), and a clock: for every other
+warp, the time up to which all that it did is known to have happened before. A barrier gathers the clocks of the warps that come,
+and hands them to those that wait. For each piece of shared memory the last write is kept, and the last read of each warp, with
+their times. An access races with an earlier one of another warp if the time of that one is beyond what the accessing warp's
+clock says of the other warp.
 
-Checked are ld, st, red, ldmatrix, stmatrix, and what runs by itself. An operand of wgmma is read by all four warps from issue to
-wait, a copy that is waited for with its group belongs to its warp from issue to wait. A copy whose bytes an mbarrier counts is
-an access at its issue, but only that barrier says that what it writes is there, and hands on what the issuer knew.
+What counts as an access:
+- ld, st, red, ldmatrix and stmatrix, when they run.
+- An operand of wgmma: all four warps read it, from issue to wait.
+- A copy that is waited for with its group (cp.async, bulk stores): its warp accesses the memory, from issue to wait.
+- A copy whose bytes an mbarrier counts (TMA and bulk loads, st.async): an access at its issue. Only that mbarrier says that what
+  it writes is there, and it hands on what the issuer knew.
 
-A barrier does not wait for what a warp is reading: ld and ldmatrix have happened when something uses what they read (see
-`flight.py`). Stores of the same block, cp.async too, queue behind such a read. A copy whose bytes an mbarrier counts does not:
-to it a read that is in flight at a release comes after that release, also a read of the warp that sets the copy going. Whether
-the value read matters is not known: what is read for nothing is reported too.
+A barrier does not wait for what a warp is still reading: ld and ldmatrix have happened when something uses what they read (see
+`flight.py`). Stores of the same block, cp.async too, queue behind such a read. A copy whose bytes an mbarrier counts does not: to
+it, a read that is in flight at a release comes after that release, even a read of the warp that issues the copy. Whether the
+value that was read matters is not known: what is read for nothing is reported too.
 
-Not checked: operands of tcgen05, what a copy to another block reads after its issue, lanes of a warp against each other, barriers
-themselves, stores from another block against reads in flight. Fences are not seen: an arrival counts as a release even if it
-is relaxed. Of several unordered reductions the last is remembered; of reads in flight by one instruction likewise, if lanes
-come to it apart.
+What is not checked: operands of tcgen05, what a copy to another block reads after its issue, lanes of a warp against each other,
+the barriers themselves, stores from another block against reads in flight. Fences are not seen: an arrival counts as a release
+even if it is relaxed. Of several unordered reductions the last is remembered; of reads in flight by one instruction likewise,
+if lanes come to it apart.
 """
 
 import numpy as np
@@ -86,6 +91,7 @@ class Races:
         return clock
 
     def acquire(self, block, warp, clock):
+        """A warp has waited: what `clock` knows of has happened before what the warp does next."""
         own = block.rank * self.warps + warp
         np.maximum(self.clocks[own], clock, out=self.clocks[own])
 
@@ -159,6 +165,7 @@ class Races:
             self.report(place, own, units, last != own, last, self.writer_place[units])  # at once, by one instruction
 
     def report(self, place, own, units, is_race, others, other_places, note=""):
+        """Raise if any access is in a race, with both instructions and the place in memory."""
         if not is_race.any():
             return
         k = int(is_race.argmax())
@@ -169,6 +176,7 @@ class Races:
         )
 
     def say(self, warp, place):
+        """Who did what, in words."""
         rank, own = divmod(int(warp), self.warps)
         who = f"warp {own} of block {self.cluster.blocks[rank].index}" if warp < len(self.clocks) else "a copy"
         return f"{who} at {self.code[place].text[:90]} (instruction {place})"

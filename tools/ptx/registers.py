@@ -42,7 +42,9 @@ class Views:
         self.special["%cluster_nctarank"] = U32(len(block.cluster.blocks))
 
     def parameter(self, offset, width):
+        """A number in the kernel's parameters."""
         return int.from_bytes(self.block.parameters[offset : offset + width], "little")
 
     def row(self, file, number):
+        """A register of a file (U, D, H or P)."""
         return getattr(self, file)[number]

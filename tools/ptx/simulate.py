@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile a variant, run its host code and its kernels on the CPU."""
+"""Compile a variant, run its host code and its kernels on the CPU.
+
+This is all that the simulator knows of cuLA: variants are compiled, and their text kept, by `cula.ops.cute.toolchain`.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +20,9 @@ from cula.ops.cute.toolchain.variants import modules_of
 from tools.ptx import launch
 from tools.ptx.host import Host, Tensor
 from tools.ptx.memory import GlobalMemory
+from tools.ptx.mutate import Edit
+
+Modules = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -22,10 +32,10 @@ class Compiled:
     name: str
     arch: str
     ptx: str
-    host: str
+    host: str  # what the @cute.jit function was lowered to
 
-    def edited(self, ptx=None, host=None):
-        """The same with its text changed by functions, which must change it: to break it on purpose."""
+    def edited(self, ptx: Edit | None = None, host: Edit | None = None) -> "Compiled":
+        """The same with its text changed by functions, which must change it: to break it on purpose (see `mutate.py`)."""
         changed = {}
         for field, edit in (("ptx", ptx), ("host", host)):
             if edit is not None:
@@ -37,17 +47,19 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor whose address is the argument."""
+    """An argument that is the address of a tensor, for kernels that take numbers instead of tensors."""
 
     tensor: torch.Tensor
 
 
-def text_folder(arch, modules=None):
+def text_folder(arch: str, modules: Modules | None = None) -> Path:
     """Where compiled text is kept between runs, by the state of the sources."""
     return loader.cache_folder(arch, modules or modules_of(arch)) / "text"
 
 
-def compile_all(arch, modules=None, part=(0, 1), names=None):
+def compile_all(
+    arch: str, modules: Modules | None = None, part: tuple[int, int] = (0, 1), names: Iterable[str] | None = None
+) -> list[build.Facts]:
     """Compile every variant (or those named), or the i-th of n parts, in one process unless it has been; the facts of all."""
     modules = modules or modules_of(arch)
     return build.build(arch, modules, text_folder(arch, modules), names, keep_text=True, reuse=True, part=part)
@@ -56,28 +68,34 @@ def compile_all(arch, modules=None, part=(0, 1), names=None):
 TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {}  # (architecture, variant) -> the variants that are compiled with it
 
 
-def compile_together(arch, names):
-    """Have `compiled` compile all of these variants when it is first asked for one: starting the DSL takes seconds."""
-    TOGETHER.update(dict.fromkeys(((arch, name) for name in names), tuple(names)))
+def compile_together(arch: str, names: Iterable[str]) -> None:
+    """Have `compiled` compile all of these variants, which are of the package's own modules, when it is first asked for one:
+    starting the DSL takes seconds."""
+    names = tuple(names)
+    TOGETHER.update(dict.fromkeys(((arch, name) for name in names), names))
 
 
 @functools.cache
-def compiled(name, arch="sm_90a", modules=None):
-    """The text of a variant, compiled unless it has been already."""
+def compiled(name: str, arch: str = "sm_90a", modules: Modules | None = None) -> Compiled:
+    """The text of a variant of the package's modules, or of those given; compiled unless it has been already."""
     folder = text_folder(arch, modules)
     if not (folder / f"{name}.so").is_file():
-        names = TOGETHER.get((arch, name), (name,))
+        names = TOGETHER.get((arch, name), (name,)) if modules is None else (name,)
         build.build(arch, modules or modules_of(arch), folder, names, keep_text=True, reuse=True)
     return Compiled(name, arch, (folder / f"{name}.ptx").read_text(), (folder / f"{name}.host.mlir").read_text())
 
 
-def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late", races=False):
+def simulate(
+    kernel: str | Compiled, *arguments: Any, arch: str = "sm_90a", modules: Modules | None = None, order: str = "late",
+    races: bool = False,
+) -> None:  # fmt: skip
     """Call a variant on the CPU, with the arguments a GPU call takes; outputs are written into the tensors.
 
     Args:
         kernel: a variant's name, or what `compiled` returned.
         arguments: torch tensors on the CPU or numpy arrays, `Pointer`s, numbers, None. A stream, if it comes last, is left out.
-        arch, modules: where to find a name.
+        arch, modules: where to find a name: modules with a function `variants()`, as `cula.ops.cute.toolchain.variants` describes
+            it; None for the package's own.
         order: in which order asynchronous work and warps go; see `ORDERS`.
         races: whether to look for accesses of shared memory that no barrier orders; see `races.py`.
 
@@ -102,11 +120,19 @@ def simulate(kernel, *arguments, arch="sm_90a", modules=None, order="late", race
         own[...] = inside
 
 
-def interpret(monkeypatch, module):
-    """Have the host side of a backend, a module of `cula.ops.cute`, launch on the CPU. Returns a function of an order of work,
-    of one that breaks kernels' PTX on purpose, and of whether to look for races."""
+def interpret(monkeypatch: Any, module: ModuleType) -> Callable[..., None]:
+    """Have the host side of a backend, a module of `cula.ops.cute`, launch its kernels in the simulator, on CPU tensors.
 
-    def use(order="late", edit=None, races=False):
+    Args:
+        monkeypatch: pytest's. Replaced are three names that the module has imported: `load`, `stream_of` and `address`.
+        module: what launches.
+
+    Returns:
+        A function that sets how the launches after it run: `use(order="late", edit=None, races=False)`, with `order` and
+        `races` as `simulate` takes them, and `edit` a function that breaks the PTX of every kernel.
+    """
+
+    def use(order: str = "late", edit: Edit | None = None, races: bool = False) -> None:
         def load(name, arch):
             code = compiled(name, arch)
             code = code if edit is None else code.edited(ptx=edit)
@@ -122,10 +148,12 @@ def interpret(monkeypatch, module):
 
 @functools.lru_cache(maxsize=64)
 def parsed_host(text):
+    """Host code, parsed once."""
     return Host(text)
 
 
 def as_argument(given, placed):
+    """An argument as the host code takes it, with tensors where they were placed in global memory."""
     tensor = given.tensor if isinstance(given, Pointer) else given
     if not isinstance(tensor, torch.Tensor):
         return given

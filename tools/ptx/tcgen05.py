@@ -7,6 +7,7 @@ sources and what the DSL emits; not compared with hardware yet. Where they leave
 """
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,44 @@ from tools.ptx.values import F32, F64, LANES, U16, U32, SimulationError, Unsuppo
 
 EMPTY = 0xFFFFFFFF  # NaN
 LANE_COUNT, COLUMN_COUNT = 128, 512
+ALLOCATIONS = (32, 64, 128, 256, 512)  # columns
+# The method of an instruction, by the word behind `tcgen05`.
+METHODS = {
+    "alloc": "allocate",
+    "dealloc": "free",
+    "relinquish_alloc_permit": "relinquish",
+    "ld": "move",
+    "st": "move",
+    "wait::ld": "wait_loads",
+    "wait::st": "wait_stores",
+    "mma": "issue",
+    "commit": "commit",
+}
 WARP_WIDE = ("alloc", "dealloc", "relinquish_alloc_permit", "ld", "st", "wait::ld", "wait::st")
+KINDS = ("f16", "tf32")  # of products
+F16, BF16, TF32 = 0, 1, 2  # formats of operands in an instruction descriptor
+F32_SUM = 1  # and of the accumulator
+OPERAND_COLUMNS = 8  # of tensor memory, that the 32 bytes of a row of A take
+# The top three bits of a shared memory descriptor: the bits of the swizzle, by its mode; two modes swizzle 128 bytes.
+SWIZZLE_AT, SWIZZLE_BITS = 61, {0: 0, 1: 3, 2: 3, 4: 2, 6: 1}
+WIDE_ATOMS = 1  # the mode that moves pieces of 32 bytes, not 16
+
+
+class Mma(NamedTuple):
+    """The operands of one tcgen05.mma."""
+
+    to: int  # an address of tensor memory: a lane in the upper half, a column in the lower
+    a: int  # likewise, or a descriptor
+    a_in_tmem: bool
+    b: int  # a descriptor
+    form: "InstructionDescriptor"
+    is_disabled: np.ndarray  # for each lane of tensor memory, whether the result leaves it alone
+    accumulates: bool
 
 
 class TensorMemory:
+    """Tensor memory of a block's SM, and the products that go there."""
+
     def __init__(self, block):
         self.block = block
 
@@ -35,8 +70,8 @@ class TensorMemory:
 
     def finish(self):
         for warp in range(self.block.warps):
-            self.wait_loads(warp)
-            self.wait_stores(warp)
+            self.land_loads(warp)
+            self.land_stores(warp)
         if self.allocations:
             raise SimulationError(f"tensor memory is not freed at exit: columns {sorted(self.allocations)}")
 
@@ -52,39 +87,15 @@ class TensorMemory:
                 pending -= i.writes
 
     def execute(self, i, warp, lanes):
+        """An instruction of a warp's active lanes; a Wait if the warp must wait."""
         kind = i.parts[1]
         if "cta_group::2" in i.op or "multicast" in i.op:
             raise Unsupported(i.op)
+        if kind not in METHODS:
+            raise Unsupported(i.text[:100])
         if kind in WARP_WIDE and not lanes.all():
             raise SimulationError(f"{i.op} in divergent code")
-        if kind == "alloc":
-            return self.allocate(i, warp, lanes)
-        if kind == "dealloc":
-            self.free(i, warp, lanes)
-        elif kind == "relinquish_alloc_permit":
-            self.may_allocate = False
-        elif kind in ("ld", "st"):
-            self.move(i, warp, lanes)
-        elif kind == "wait::ld":
-            self.wait_loads(warp)
-        elif kind == "wait::st":
-            self.wait_stores(warp)
-        elif kind == "commit":
-            addresses = self.block.address(i.args[0], warp)
-            for lane in np.flatnonzero(lanes):
-                self.commit(i, (warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
-        elif kind == "mma":
-            if lanes.sum() != 1:
-                raise SimulationError("tcgen05.mma is issued by more than one lane: each would run it")
-            lane = int(np.argmax(lanes))
-            product = self.product(i, warp, lane)
-            if self.block.order.late_products:
-                self.queues.setdefault((warp, lane), []).append(product)
-            else:
-                product()
-        else:
-            raise Unsupported(i.text[:100])
-        return None
+        return getattr(self, METHODS[kind])(i, warp, lanes)
 
     # Columns.
 
@@ -93,9 +104,10 @@ class TensorMemory:
             raise SimulationError(f"{what}: tensor memory columns {first}..{first + n - 1} are not allocated")
 
     def allocate(self, i, warp, lanes):
+        """Columns for a warp, whose first it finds in shared memory; it waits until there are so many."""
         block = self.block
         n = block.uniform(block.value(i.args[1], "U", warp), lanes, "the number of columns")
-        if n not in (32, 64, 128, 256, 512):
+        if n not in ALLOCATIONS:
             raise SimulationError(f"tcgen05.alloc of {n} columns: must be a power of two from 32 to 512")
         if not self.may_allocate:
             raise SimulationError("tcgen05.alloc after relinquish_alloc_permit")
@@ -117,6 +129,9 @@ class TensorMemory:
 
         return None if grant() else Wait(grant)
 
+    def relinquish(self, i, warp, lanes):
+        self.may_allocate = False
+
     def free(self, i, warp, lanes):
         block = self.block
         column = block.uniform(block.value(i.args[0], "U", warp), lanes, "an address")
@@ -130,6 +145,7 @@ class TensorMemory:
     # Registers from and to tensor memory.
 
     def move(self, i, warp, lanes):
+        """tcgen05.ld and st: a warp reaches the 32 lanes that its number modulo 4 says."""
         block, is_load = self.block, i.parts[1] == "ld"
         registers, address = i.args[:2] if is_load else i.args[1::-1]
         registers = registers.items if isinstance(registers, Vector) else (registers,)
@@ -159,20 +175,44 @@ class TensorMemory:
         else:
             self.cells[cells] = values
 
-    def wait_loads(self, warp):
+    def wait_loads(self, i, warp, lanes):
+        self.land_loads(warp)
+
+    def wait_stores(self, i, warp, lanes):
+        self.land_stores(warp)
+
+    def land_loads(self, warp):
+        """What a warp's loads read must still be there: until the wait they may read at any time."""
         for cells, got, op in self.loads[warp]:
             if (self.cells[cells] != got).any():
                 raise SimulationError(f"tensor memory changed under a {op} before its wait")
         self.loads[warp], self.pending[warp] = [], set()
 
-    def wait_stores(self, warp):
+    def land_stores(self, warp):
+        """Write what a warp has stored and not waited for."""
         for cells, values in self.stores[warp]:
             self.cells[cells] = values
         self.stores[warp] = []
 
     # Products.
 
-    def commit(self, i, thread, barrier):
+    def issue(self, i, warp, lanes):
+        """tcgen05.mma, by one thread."""
+        if lanes.sum() != 1:
+            raise SimulationError("tcgen05.mma is issued by more than one lane: each would run it")
+        lane = int(np.argmax(lanes))
+        product = self.product(i, warp, lane)
+        if self.block.order.late_products:
+            self.queues.setdefault((warp, lane), []).append(product)
+        else:
+            product()
+
+    def commit(self, i, warp, lanes):
+        addresses = self.block.address(i.args[0], warp)
+        for lane in np.flatnonzero(lanes):
+            self.commit_lane(i, (warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
+
+    def commit_lane(self, i, thread, barrier):
         """The mbarrier gets one arrival when everything THIS thread issued before has completed."""
         work, block = self.queues.pop(thread, []), self.block
         clock = None if block.races is None else block.races.issue(block, thread[0], i.place)
@@ -188,17 +228,17 @@ class TensorMemory:
         else:
             arrive()
 
-    def product(self, i, warp, lane):
-        """tcgen05.mma: decoded and checked now, computed when the result is called."""
+    def decode(self, i, warp, lane):
+        """The operands of a tcgen05.mma."""
         block = self.block
         kind = re.search(r"kind::(\w+)", i.op)[1]
-        if kind not in ("f16", "tf32") or re.search(r"\.(ws|sp|block_scale|ashift)\b", i.op):
+        if kind not in KINDS or re.search(r"\.(ws|sp|block_scale|ashift)\b", i.op):
             raise Unsupported(i.op)
         one = lambda operand, view: int(block.value(operand, view, warp)[lane])
         where = lambda operand: int(block.address(operand, warp)[lane])
-        to, a_in_tmem = where(i.args[0]), isinstance(i.args[1], Address)
+        a_in_tmem = isinstance(i.args[1], Address)
         a = where(i.args[1]) if a_in_tmem else one(i.args[1], "D")
-        b, form = one(i.args[2], "D"), InstructionDescriptor(one(i.args[3], "U"), kind)
+        form = InstructionDescriptor(one(i.args[3], "U"), kind)
         rest, is_disabled = i.args[4:], np.zeros(LANE_COUNT, bool)
         if isinstance(rest[0], Vector):  # a set bit leaves that lane of the result alone
             words = [one(x, "U") for x in rest[0].items]
@@ -207,50 +247,61 @@ class TensorMemory:
         accumulates = bool(block.value(rest[0], "P", warp)[lane])
         if len(rest) > 1 and rest[1] != "0":
             raise Unsupported("tcgen05.mma with scale-input-d")
-        M, N, K, element = form.M, form.N, form.K, form.element
-        if element == 4 and ((form.a_is_mn and not a_in_tmem and a >> 61 != 1) or (form.b_is_mn and b >> 61 != 1)):
-            # The DSL builds such descriptors without a word.
-            raise SimulationError("an MN-major tf32 operand: only the 128-byte swizzle of 32-byte pieces exists")
-        to_lanes, to_column = form.lanes(to >> 16, "D"), to & 0xFFFF
-        self.check_columns(to_column, N, "tcgen05.mma D")
-        if a_in_tmem:
-            if form.a_is_mn:
-                raise SimulationError("tcgen05.mma with A in tensor memory must be K-major")
-            a_lanes, a_column = form.lanes(a >> 16, "A"), a & 0xFFFF
-            self.check_columns(a_column, 8, "tcgen05.mma A")
-        else:
-            a_offsets = self.offsets(a, form.a_is_mn, M, K, element)
-        b_offsets = self.offsets(b, form.b_is_mn, N, K, element)
-        smem = block.smem_words[element]
+        return Mma(where(i.args[0]), a, a_in_tmem, one(i.args[2], "D"), form, is_disabled, accumulates)
+
+    def product(self, i, warp, lane):
+        """tcgen05.mma: decoded and checked now, computed when the result is called."""
+        mma = self.decode(i, warp, lane)
+        form = mma.form
+        lanes, column = form.lanes(mma.to >> 16, "D"), mma.to & 0xFFFF
+        self.check_columns(column, form.N, "tcgen05.mma D")
+        keep, columns = ~mma.is_disabled[lanes], slice(column, column + form.N)
+        in_smem = self.operand_in_smem
+        read_a = self.operand_in_tmem(mma.a, form) if mma.a_in_tmem else in_smem(mma.a, form, form.a_is_mn, form.M, form.a_format)
+        read_b = in_smem(mma.b, form, form.b_is_mn, form.N, form.b_format)
 
         def compute():
-            if a_in_tmem:  # 16-bit operands lie two in a column, the low half first
-                cells = np.ascontiguousarray(self.cells[a_lanes, a_column : a_column + 8])
-                A = form.number(cells if element == 4 else cells.view(U16), form.a_format)
-            else:
-                A = form.number(smem[a_offsets // element], form.a_format)
-            B = form.number(smem[b_offsets // element], form.b_format)
-            D = A.astype(F64) @ B.astype(F64).T
+            D = read_a().astype(F64) @ read_b().astype(F64).T
             if form.negates:
                 D = -D
-            if accumulates:
-                D = D + self.cells[to_lanes, to_column : to_column + N].view(F32)
-            keep = ~is_disabled[to_lanes]
-            self.cells[to_lanes[keep], to_column : to_column + N] = D.astype(F32).view(U32)[keep]
+            if mma.accumulates:
+                D = D + self.cells[lanes, columns].view(F32)
+            self.cells[lanes[keep], columns] = D.astype(F32).view(U32)[keep]
 
         return compute
 
+    def operand_in_tmem(self, address, form):
+        """A function that reads A [M, K] from tensor memory. 16-bit operands lie two in a column, the low half first."""
+        if form.a_is_mn:
+            raise SimulationError("tcgen05.mma with A in tensor memory must be K-major")
+        lanes, column = form.lanes(address >> 16, "A"), address & 0xFFFF
+        self.check_columns(column, OPERAND_COLUMNS, "tcgen05.mma A")
+
+        def read():
+            cells = np.ascontiguousarray(self.cells[lanes, column : column + OPERAND_COLUMNS])
+            return form.number(cells if form.element == 4 else cells.view(U16), form.a_format)
+
+        return read
+
+    def operand_in_smem(self, descriptor, form, is_mn, rows, number_format):
+        """A function that reads an operand [rows, K] from shared memory."""
+        if form.element == 4 and is_mn and descriptor >> SWIZZLE_AT != WIDE_ATOMS:
+            # The DSL builds such descriptors without a word.
+            raise SimulationError("an MN-major tf32 operand: only the 128-byte swizzle of 32-byte pieces exists")
+        offsets, smem = self.offsets(descriptor, is_mn, rows, form.K, form.element), self.block.smem_words[form.element]
+        return lambda: form.number(smem[offsets // form.element], number_format)
+
     def offsets(self, descriptor, is_mn, rows, k, element):
         """A tcgen05 descriptor: other swizzle codes than wgmma's, and a version field."""
-        mode = descriptor >> 61
-        if mode not in (0, 1, 2, 4, 6):
+        mode = descriptor >> SWIZZLE_AT
+        if mode not in SWIZZLE_BITS:
             raise SimulationError(f"tcgen05 descriptor {descriptor:#x}: swizzle mode {mode}")
         if descriptor >> 46 & 3 != 1:
             raise SimulationError(f"tcgen05 descriptor {descriptor:#x}: bits 46 and 47 must be 01")
         if descriptor >> 52 & 1 or descriptor >> 49 & 7:
             raise Unsupported("a tcgen05 descriptor with an absolute leading offset or a base offset")
-        bits = {0: 0, 1: 3, 2: 3, 4: 2, 6: 1}[mode]
-        found = operand_offsets(*descriptor_fields(descriptor), bits, mode == 1, is_mn, rows, k, element)
+        atoms = SWIZZLE_BITS[mode], mode == WIDE_ATOMS
+        found = operand_offsets(*descriptor_fields(descriptor), *atoms, is_mn, rows, k, element)
         if found.min() < 0 or found.max() + element > self.block.smem_bytes:
             raise SimulationError(f"a tcgen05.mma descriptor reaches shared memory {found.min():#x}..{found.max():#x}")
         return found
@@ -259,27 +310,37 @@ class TensorMemory:
 class InstructionDescriptor:
     """The 32 bits that say what a tcgen05.mma multiplies."""
 
+    # The first bit of each field, and how many it has.
+    FIELDS = {
+        "sparse": (2, 1), "saturates": (3, 1), "sum_format": (4, 2), "reserved_6": (6, 1), "a_format": (7, 3),
+        "b_format": (10, 3), "negates_a": (13, 1), "negates_b": (14, 1), "a_is_mn": (15, 1), "b_is_mn": (16, 1),
+        "n_over_8": (17, 6), "reserved_23": (23, 1), "m_over_16": (24, 5), "reserved_29": (29, 1), "shift": (30, 2),
+    }  # fmt: skip
+    MUST_BE_ZERO = ("sparse", "saturates", "reserved_6", "reserved_23", "reserved_29", "shift")
+
     def __init__(self, word, kind):
-        bits = lambda low, n: word >> low & ((1 << n) - 1)
-        if any(bits(*field) for field in ((2, 1), (3, 1), (6, 1), (23, 1), (29, 1), (30, 2))):
+        field = {name: word >> low & ((1 << n) - 1) for name, (low, n) in self.FIELDS.items()}
+        if any(field[name] for name in self.MUST_BE_ZERO):
             raise Unsupported(f"instruction descriptor {word:#x}: sparse, saturating, shifted or reserved bits set")
-        if bits(4, 2) != 1:
-            raise Unsupported(f"instruction descriptor {word:#x}: accumulator format {bits(4, 2)}; only f32 (1) is known")
-        self.a_format, self.b_format = bits(7, 3), bits(10, 3)
-        self.negates = bits(13, 1) != bits(14, 1)
-        self.a_is_mn, self.b_is_mn = bits(15, 1), bits(16, 1)
-        self.M, self.N = 16 * bits(24, 5), 8 * bits(17, 6)
+        if field["sum_format"] != F32_SUM:
+            said = f"accumulator format {field['sum_format']}; only f32 ({F32_SUM}) is known"
+            raise Unsupported(f"instruction descriptor {word:#x}: {said}")
+        self.a_format, self.b_format = field["a_format"], field["b_format"]
+        self.negates = field["negates_a"] != field["negates_b"]
+        self.a_is_mn, self.b_is_mn = field["a_is_mn"], field["b_is_mn"]
+        self.M, self.N = 16 * field["m_over_16"], 8 * field["n_over_8"]
         self.element = 2 if kind == "f16" else 4
         self.K = 32 // self.element
         formats = {self.a_format, self.b_format}
-        if not formats <= ({0, 1} if kind == "f16" else {2}):
+        if not formats <= ({F16, BF16} if kind == "f16" else {TF32}):
             raise SimulationError(f"instruction descriptor {word:#x}: operand formats {formats} with kind::{kind}")
         step = 8 if self.M == 64 else 16
         if self.M not in (64, 128) or not step <= self.N <= 256 or self.N % step:
             raise SimulationError(f"instruction descriptor {word:#x}: M {self.M} N {self.N}")
 
     def number(self, raw, code):
-        return to_tf32(raw) if self.element == 4 else widen(raw, "bf16" if code else "f16")
+        """Bits of an operand as float32."""
+        return to_tf32(raw) if self.element == 4 else widen(raw, "bf16" if code == BF16 else "f16")
 
     def lanes(self, first, what):
         """The lanes of the rows. M = 128: its own; M = 64: 16 rows in every 32 lanes, the lower or the upper half."""

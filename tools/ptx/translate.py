@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One instruction to a line of Python, for those that need no scheduler: arithmetic, moves, loads and stores, shuffles.
 
-A line names registers through views (`F[3]` is register 3 as float32, all lanes of all warps that run it) and calls what
-`operations.py` offers. `translate` returns None for what waits, branches or works asynchronously.
+A line names registers through views (`F[3]` is register 3 as float32, all lanes of all warps that run it) and calls numpy, or
+what `operations.py` offers. `translate` returns None for what waits, branches or works asynchronously.
+
+There is one rule for each opcode, in the table `RULES` at the end. A rule takes
+
+    R         a function of an operand and a view, which returns the operand's source: R("%r3", "F") is "F[3]"
+    program   for what R does not give: constants, addresses, numbers of registers
+    i         the instruction; `i.parts` are the words of its opcode, `i.args` its operands
+
+and returns the source. What a rule does not know it must refuse (`raise unsupported(i)`): modifiers that it overlooks would
+give wrong numbers without a word.
 """
 
 from tools.ptx.instruction import VIEW_OF_TYPE, WIDTH, Vector
@@ -22,10 +31,12 @@ def translate(program, i):
 
 
 def unsupported(i):
+    """The error to raise for a form of an instruction that a rule does not know."""
     return Unsupported(i.text[:120])
 
 
 def mov(R, program, i):
+    """A move, also of the parts of a wide register."""
     to, source, type_ = i.args[0], i.args[1], i.parts[-1]
     if isinstance(to, Vector):
         return ";".join(f"copy({R(r, k)},{part})" for r, (k, part) in zip(to.items, pieces(R, i, source, to)) if r != "_")
@@ -65,6 +76,7 @@ INTEGER_BINARY = {
 
 
 def arithmetic(R, program, i):
+    """Of floats, by their format: packed pairs, one 16-bit number, or float32. Integers go on to the next rule."""
     name, type_, A = i.parts[0], i.parts[-1], i.args
     if "sat" in i.parts or "cc" in i.parts:
         raise unsupported(i)
@@ -95,6 +107,7 @@ def arithmetic(R, program, i):
 
 
 def integer(R, program, i):
+    """Arithmetic of integers; the whole of a product (`wide`), its lower half (`lo`), or its upper one (`hi`)."""
     name, type_, A = i.parts[0], i.parts[-1], i.args
     if type_ not in VIEW_OF_TYPE or type_ == "pred":
         raise unsupported(i)
@@ -118,12 +131,14 @@ def integer(R, program, i):
 
 
 def bitwise(R, program, i):
+    """and, or, xor, not; also of predicates."""
     view = "P" if i.parts[-1] == "pred" else BITS[WIDTH[i.parts[-1]]]
     f = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "invert"}[i.parts[0]]
     return f"np.{f}({','.join(R(a, view) for a in i.args[1:])},{R(i.args[0], view)})"
 
 
 def shift(R, program, i):
+    """shl, shr. By as many bits as there are or more: nothing is left but, to the right, the sign."""
     to, x, n = i.args
     view, is_left = VIEW_OF_TYPE[i.parts[-1]], i.parts[0] == "shl"
     if n.startswith("%"):
@@ -137,6 +152,7 @@ def shift(R, program, i):
 
 
 def funnel(R, program, i):
+    """shf: a shift of two registers as one."""
     if "wrap" not in i.parts:
         raise unsupported(i)
     to, low, high, n = i.args
@@ -175,6 +191,7 @@ UNORDERED = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
 
 
 def setp(R, program, i):
+    """A comparison, combined with another predicate if `and`, `or` or `xor` is among the modifiers."""
     type_, comparison = i.parts[-1], i.parts[1]
     combine = next((word for word in i.parts[2:-1] if word in ("and", "or", "xor")), None)
     if "|" in i.args[0] or type_ not in VIEW_OF_TYPE:
@@ -202,6 +219,7 @@ def setp(R, program, i):
 
 
 def cvt(R, program, i):
+    """A conversion: between float formats, to and from integers, or of integers' widths."""
     A, (to, source) = i.args, i.parts[-2:]
     if "relu" in i.parts:
         raise unsupported(i)
@@ -232,6 +250,7 @@ def cvt(R, program, i):
 
 
 def space_of(i):
+    """The memory that an instruction accesses."""
     words = {word.split("::")[0] for word in i.parts[1:-1]}
     if words & {"local", "const"}:
         raise unsupported(i)
@@ -241,6 +260,7 @@ def space_of(i):
 
 
 def memory(R, program, i):
+    """ld and st; a parameter is the same for all lanes."""
     if "async" in i.parts:  # st.async
         return None
     name, width, space = i.parts[0], WIDTH[i.parts[-1]], space_of(i)
@@ -258,6 +278,7 @@ def memory(R, program, i):
 
 
 def red(R, program, i):
+    """A reduction in memory."""
     operation = next((word for word in i.parts if word in ("add", "min", "max")), None)
     if operation is None or "async" in i.parts or i.parts[-1] not in VIEW_OF_TYPE or isinstance(i.args[1], Vector):
         raise unsupported(i)
@@ -274,6 +295,7 @@ def elect(R, program, i):
 
 
 def mapa(R, program, i):
+    """An address of another block's shared memory: a window further for each rank (see `Cluster.owner`)."""
     if i.op != "mapa.shared::cluster.u32":
         raise unsupported(i)
     to, address, rank = (R(a, "U") for a in i.args)
@@ -299,6 +321,7 @@ def redux(R, program, i):
 
 
 def matrix(R, program, i):
+    """ldmatrix and stmatrix."""
     registers, address = i.args if i.parts[0] == "ldmatrix" else (i.args[1], i.args[0])
     base, offset = program.address(address)
     if "b8" in i.parts or base is None:

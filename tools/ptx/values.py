@@ -7,7 +7,7 @@ F32, F64 = np.float32, np.float64
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 S16, S32, S64 = np.int16, np.int32, np.int64
 
-LANES = np.arange(32)
+LANES = np.arange(32)  # of a warp
 
 # Addresses, far enough apart that one of a wrong memory is noticed.
 SMEM_BASE, GMEM_BASE, PARAM_BASE = 0x400, 0x10000000, 0x40000000000
@@ -41,6 +41,7 @@ def f32_to_bf16(x):
 
 
 def f16_to_f32(bits):
+    """Exact."""
     return bits.view(np.float16).astype(F32)
 
 
@@ -54,6 +55,7 @@ def widen(bits, form):
 
 
 def narrow(x, form):
+    """float32 to 16-bit patterns, rounded to nearest, ties to even."""
     return f32_to_bf16(x) if form == "bf16" else f32_to_f16(x)
 
 

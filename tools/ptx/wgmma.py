@@ -12,6 +12,8 @@ from tools.ptx.memory import descriptor_fields, operand_offsets
 from tools.ptx.values import F32, F64, U32, SimulationError, Unsupported, halves, widen
 
 NAN = U32(0x7FC00000)
+M, K = 64, 16  # rows and depth of one instruction
+SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}  # by the top two bits of a descriptor: none, 128, 64 and 32 bytes
 _THREAD = np.arange(128)
 ROW, COLUMN = 16 * (_THREAD // 32) + (_THREAD % 32) // 4, 2 * (_THREAD % 4)
 
@@ -56,6 +58,8 @@ class Product(NamedTuple):
 
 
 class Wgmma:
+    """The products that the warpgroups of a block have issued, committed and not waited for."""
+
     def __init__(self, block):
         self.block = block
 
@@ -87,10 +91,12 @@ class Wgmma:
             raise Unsupported(i.text)
 
     def finished(self, warp, left):
+        """The products that a wait for all but the last `left` groups is for."""
         groups = self.groups[warp]
         return [product for group in groups[: max(0, len(groups) - left)] for product in group]
 
     def issue(self, i, first, end):
+        """Take note of a product of each warpgroup. Its accumulator is NaN until it is waited for."""
         block, A, numbers = self.block, i.args, self.block.program.registers
         shape = re.search(r"m64n(\d+)k16\.f32\.(bf16|f16)\.(bf16|f16)$", i.op)
         if not shape or shape[2] != shape[3]:
@@ -142,7 +148,7 @@ class Wgmma:
         if self.block.races is not None:
             operands = [(product.b, product.b_is_mn_major, product.n)]
             if not isinstance(product.a, tuple):
-                operands.append((product.a, product.a_is_mn_major, 64))
+                operands.append((product.a, product.a_is_mn_major, M))
             for operand in operands:
                 self.block.races.operand(product.place, self.block, list(warps), self.offsets(*operand))
 
@@ -152,10 +158,10 @@ class Wgmma:
         threads = slice(32 * p.warp, 32 * p.warp + 128)
         rows = list(p.accumulator)
         if isinstance(p.a, tuple):
-            a = np.empty((64, 16 * len(products)))
+            a = np.empty((M, K * len(products)))
             a[operand_index(len(products))] = halves(words[[r for x in products for r in x.a], threads], p.form)
         else:
-            a = np.concatenate([self.tile(tiles, x.a, x.a_is_mn_major, 64, p.form) for x in products], 1)
+            a = np.concatenate([self.tile(tiles, x.a, x.a_is_mn_major, M, p.form) for x in products], 1)
         b = np.concatenate([self.tile(tiles, x.b, x.b_is_mn_major, p.n, p.form) for x in products], 1)
         value = (a @ b.T)[accumulator_index(len(rows))]
         if p.signs[0] != p.signs[1]:
@@ -172,6 +178,7 @@ class Wgmma:
             words[rows, 32 * warp : 32 * warp + 32] = new[:, part].view(U32)
 
     def tile(self, tiles, descriptor, is_mn_major, rows, form):
+        """An operand in shared memory as float64 [rows, K], read once for all products of a wait."""
         key = (descriptor, is_mn_major, rows)
         if key not in tiles:
             offsets = self.offsets(descriptor, is_mn_major, rows)
@@ -180,8 +187,8 @@ class Wgmma:
 
     def offsets(self, descriptor, is_mn_major, rows):
         """In bytes, of the elements of an operand in shared memory."""
-        swizzle_bits = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
-        offsets = operand_offsets(*descriptor_fields(descriptor), swizzle_bits, False, is_mn_major, rows, 16, 2)
+        swizzle_bits = SWIZZLE_BITS[descriptor >> 62]
+        offsets = operand_offsets(*descriptor_fields(descriptor), swizzle_bits, False, is_mn_major, rows, K, 2)
         if offsets.min() < 0 or offsets.max() + 2 > self.block.smem_bytes:
             raise SimulationError(f"a wgmma descriptor reaches shared memory {offsets.min():#x}..{offsets.max():#x}")
         return offsets
