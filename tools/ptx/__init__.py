@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run compiled CuTe kernels on the CPU: their PTX, and the host code that launches it, against numpy. No GPU.
+"""Run compiled CuTe kernels on a CPU: their PTX, and the host code that launches it, in numpy. No GPU is needed.
 
     simulate("kda_fwd", q, k, v, o, order="late")       # torch tensors or numpy arrays; o is written
-    simulate(compiled("kda_fwd").edited(ptx=...), ...)  # the same, broken on purpose
     simulate(..., races=True)                           # looks for accesses of shared memory that no barrier orders
+    simulate(compiled("kda_fwd").edited(ptx=...), ...)  # the same kernel, broken on purpose
     interpret(monkeypatch, backend_module)              # a whole backend on CPU tensors
 
-It is not a timing model, nor a memory model. What it does check: indices, swizzles, descriptors of wgmma, tcgen05 and TMA (as
-the host code really builds them), fragments of ldmatrix, stmatrix and mma, clipping of boxes, phases and counts of mbarriers
-(a wrong count hangs, and is reported), named barriers, tails, tensor memory. Not initialised memory reads as NaN; an access
-between arrays, beyond the launch's shared memory or misaligned is an error.
-
-A correct kernel gives the same result in every order of `ORDERS`; between them these expose most missing waits. Not seen:
-proxy and tcgen05 fences, bank conflicts, registers, and races that no order happens to expose, unless they are looked for.
-Sums of products are exact and then rounded to fp32: once a chain for wgmma, once an instruction for tcgen05.
-
-It is fast because straight-line PTX is translated once into Python functions of numpy calls, and all warps that stand at the
-same place go through them together. Instructions that no kernel has used yet raise `Unsupported` with their text.
+A correct kernel gives the same result in every order of `ORDERS`. `README.md` says what is modelled and what is not, how to run a
+new kernel, how orders and races work, how to write a mutation test, and how to add an instruction.
 
 | module                              | what                                                                          |
 |-------------------------------------|-------------------------------------------------------------------------------|
 | `simulate.py`                       | the entry: compile, place tensors, run                                        |
+| `mutate.py`                         | edits that break a kernel, for mutation tests                                 |
 | `host.py`, `_operations`, `_types`  | the host code: arguments, TMA descriptors, launches                           |
 | `instruction.py`, `program.py`      | PTX parsed                                                                    |
 | `translate.py`                      | instructions turned into Python                                               |
 | `operations.py`, `registers.py`     | what that Python calls and sees                                               |
-| `block.py`, `cluster.py`            | the scheduler of a block's warps; of the blocks of a cluster                  |
 | `launch.py`                         | the grid                                                                      |
+| `cluster.py`, `block.py`            | the scheduler: of the blocks of a cluster, of the warps of a block; orders    |
 | `barriers.py`, `copies.py`          | named barriers and mbarriers; TMA, bulk copies, cp.async                      |
+| `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `races.py`                          | what barriers order, and accesses of shared memory that they do not           |
 | `flight.py`                         | reads of shared memory that a barrier does not wait for                       |
-| `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `memory.py`, `values.py`            | global memory, TMA descriptors, operands in shared memory; number formats     |
+| `example/`                          | the kernel of `README.md`                                                     |
 """
 
 import os
