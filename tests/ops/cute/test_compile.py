@@ -8,9 +8,10 @@ import pytest
 
 from cula.ops.cute.toolchain import build
 from cula.ops.cute.toolchain.variants import MODULES
-from tests.support.ptx import BLACKWELL_KDA, compile_all, compiled
-from tests.support.ptx.simulate import text_folder
-from tests.support.scoreboards import NONE, Instruction, instructions, work_before
+from tests.support.variants import BLACKWELL_KDA
+from tools.ptx import compile_all, compiled
+from tools.ptx.simulate import text_folder
+from tools.sass.scoreboards import NONE, Instruction, instructions, work_before
 
 MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536

@@ -20,9 +20,9 @@ from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.ops.cute import decode
 from cula.ops.cute.toolchain import build, loader, variants
 from cula.reference import relative_error
-from tests.support import ptx
 from tests.support.plans import plan_on_cpu, run_plan, stand_in
-from tests.support.ptx import copies
+from tools import ptx
+from tools.ptx import copies
 
 D, SLOTS = 128, 4
 BF16, F32 = torch.bfloat16, torch.float32

@@ -22,8 +22,8 @@ from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error
-from tests.support import ptx
 from tests.support.plans import plan_on_cpu, run_plan, stand_in
+from tools import ptx
 
 D, NUM_SMS = 128, 132
 

@@ -125,7 +125,7 @@ def device(monkeypatch):
         return torch.device("cuda")
     if build.missing():
         pytest.skip(build.missing())
-    from tests.support import ptx
+    from tools import ptx
 
     ptx.interpret(monkeypatch, lightning)
     return torch.device("cpu")

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools for those who write kernels. They are run from a clone and are no part of the installed package.
+
+| folder  | what                                                                                                   |
+|---------|--------------------------------------------------------------------------------------------------------|
+| `ptx/`  | a simulator: runs the PTX of compiled CuTe kernels on a CPU, and finds missing waits and races         |
+| `sass/` | reads machine code: what ptxas did that neither PTX nor a simulator shows                              |
+"""

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one cluster, which run together; a launch without clusters has clusters of one block.
+
+Each block in turn goes as far as it gets. Only when none can go on does an asynchronous thing happen, or a try_wait give up.
+"""
+
+import math
+
+import numpy as np
+
+from tools.ptx.barriers import Wait
+from tools.ptx.block import DONE, Block
+from tools.ptx.races import Races
+from tools.ptx.values import S64, SMEM_BASE, SMEM_WINDOW, SimulationError
+
+NAN_BYTE = 0xFF  # of memory that was not written: NaN in every format of floats
+
+
+class Cluster:
+    """Blocks that run together, and what they have in common: asynchronous work, the barrier of the cluster, races."""
+
+    def __init__(self, program, shape):
+        self.program, self.shape = program, shape
+        self.blocks = [Block(program, self, rank) for rank in range(math.prod(shape))]
+        self.barrier = ClusterBarrier(self.blocks)
+
+    def start(self, parameters, gmem, index, grid, smem_bytes, order, races=False):
+        """Begin the cluster whose first block is `index` of a grid; with `races`, look for them."""
+        self.order = order
+        self.events = []  # asynchronous work not done yet, the oldest first
+        self.progress = 0  # how much has happened that a wait may be for
+        self.smem = np.full((len(self.blocks), -(-smem_bytes // 1024) * 1024), NAN_BYTE, np.uint8)
+        self.smem_words = {width: self.smem.reshape(-1).view(f"u{width}") for width in (1, 2, 4, 8)}
+        self.races = Races(self, self.program) if races else None
+        self.barrier.start()
+        nx, ny, _ = self.shape
+        for block in self.blocks:
+            inside = (block.rank % nx, block.rank // nx % ny, block.rank // (nx * ny))
+            own = tuple(first + at for first, at in zip(index, inside))
+            block.start(parameters, gmem, own, grid, smem_bytes, order)
+
+    # The scheduler.
+
+    def run(self):
+        """Run all blocks to their end."""
+        # A block that always goes first would hide what its partner does too early.
+        blocks = self.blocks[::-1] if self.order.warps == "last" else self.blocks
+        while True:
+            while any([block.run() for block in blocks]) and len(blocks) > 1:
+                pass
+            if not self.unblock():
+                break
+        for block in blocks:
+            block.finish()
+
+    def unblock(self):
+        """No warp can move: let one asynchronous thing happen, else let a try_wait give up; False when all is done."""
+        if self.events:
+            self.events.pop(0)()
+            self.progress += 1
+            return True
+        stuck = [block for block in self.blocks if not block.has_ended()]
+        if not stuck:
+            return False
+        if any(block.give_up() for block in stuck):
+            return True
+        where = "; in ".join(f"block {block.index}: {block.what_waits()}" for block in stuck)
+        raise SimulationError(f"deadlock in {where}")
+
+    # Shared memory of the blocks. A mapped address is an ordinary one, a window further for each rank: block 0 has the first.
+
+    def owner(self, block, address):
+        """The block whose shared memory an address of shared::cluster is in, which must not have ended, and the address there."""
+        window, there = divmod(int(address), SMEM_WINDOW)
+        return (block if window < 1 else self.running(window - 1, address)), there
+
+    def running(self, rank, address):
+        """The block of a rank, which must not have ended."""
+        if rank >= len(self.blocks):
+            raise SimulationError(f"no block of rank {rank} in a cluster of {len(self.blocks)}: shared address {int(address):#x}")
+        other = self.blocks[rank]
+        if other.has_ended():
+            raise SimulationError(f"block {other.index} has ended: its shared memory cannot be reached at {int(address):#x}")
+        return other
+
+    def locate(self, block, addresses, width, n):
+        """The words of all shared memories and the index in them of each access of n bytes; None where there is none."""
+        rank, offset = np.divmod(addresses.astype(S64), SMEM_WINDOW)
+        rank, offset = np.where(rank == 0, block.rank, rank - 1), offset - SMEM_BASE
+        if offset.min() < 0 or offset.max() + n > block.smem_bytes:
+            return None
+        for r in np.unique(rank):
+            self.running(int(r), addresses[rank == r][0])
+        return self.smem_words[width], (rank * self.smem.shape[1] + offset) // width
+
+
+class ClusterBarrier:
+    """barrier.cluster: a thread's wait is over when all others have arrived as often as it has, or ended."""
+
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def start(self):
+        self.arrivals = np.zeros((len(self.blocks), self.blocks[0].threads), int)
+        self.waits = np.zeros_like(self.arrivals)
+        self.clocks = {}  # what those that come to a round know, by its number
+
+    def execute(self, block, i, warp, lanes):
+        """A warp arrives, or waits."""
+        if not lanes.all():
+            raise SimulationError(f"{i.text} in divergent code")
+        own = block.rank, slice(32 * warp, 32 * warp + 32)
+        arrives = i.parts[2] == "arrive"
+        if (self.arrivals[own] - self.waits[own] != (0 if arrives else 1)).any():
+            raise SimulationError(f"{i.text}: arrive and wait must take turns")
+        if arrives:
+            self.arrivals[own] += 1
+            if block.races is not None:
+                clock = self.clocks.setdefault(self.arrivals[own][0], block.races.new_clock())
+                block.races.release(block, warp, i.place, clock)
+            block.cluster.progress += 1
+            return None
+        self.waits[own] += 1
+        count = self.waits[own][0]
+        return Wait(lambda: self.is_complete(count), clock=lambda: self.clocks[count])
+
+    def is_complete(self, count):
+        """Whether every thread has arrived so often, or has ended."""
+        late = self.arrivals < count
+        return not late.any() or all(np.all(b.thread_places()[late[b.rank]] == DONE) for b in self.blocks)
