@@ -72,7 +72,9 @@ def decode(
     if not (extra or is_explaining.get()):
         static_args = (options, device, backend)
         done = family.decode.replay.run(x, static_args)
-        if done is not None:
+        if done is None:  # its record does not fit, and stays as it is
+            static_args = None
+        elif done is not NotImplemented:
             return done
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_decode(family, x, options, device, backend, extra, who)

@@ -85,7 +85,9 @@ def prefill(
     if not (extra or checkpoint_every or serving.checkpoint_states is not None or is_explaining.get()):
         static_args = (options, device, backend)
         done = family.replay.run(tensors, static_args)
-        if done is not None:
+        if done is None:  # its record does not fit, and stays as it is
+            static_args = None
+        elif done is not NotImplemented:
             return done
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)

@@ -4,6 +4,7 @@
 Whether a call is valid, which backend takes it and how its kernels are launched follow from its *signature*: type, shape,
 strides, dtype, device and alignment of every tensor, and every argument that is no tensor (its *static arguments*). A call
 whose signature has been seen is made by its record; any other goes the long way (checks, choice, kernels) and leaves a record.
+Where a backend says how (`record.Sizes`), a record holds for other numbers of tokens and sequences as well.
 
 What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long way. In a
 record: addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way and
@@ -31,44 +32,53 @@ class ReplayCache:
 
     def __init__(self) -> None:
         self._records: dict[Hashable, LaunchRecord | Replayer] = {}
+        # Those that hold for tensors of other sizes too, by static arguments: a handful each, one for each choice of kernels.
+        self._of_any_size: dict[Hashable, tuple[Replayer, ...]] = {}
         # The latest of them to be used, newest first, with their static arguments: most calls repeat one of those before, and to
         # compare tensors with those of a record is several times as fast as to write their signature down.
         self._latest: tuple[tuple[Hashable, Replayer], ...] = ()
         self._first: Any = None  # looks through them; there once something is
 
     def run(self, tensors: Tensors, static_args: Hashable) -> Any:
-        """What the record for such a call returns. None: there is none or it does not fit, and the call goes the long way."""
+        """What the record for such a call returns. NotImplemented: there is none; None: there is one that does not fit. Either way
+        the call goes the long way."""
         if self._first is None or settings.check_values():
-            return None
+            return NotImplemented
         done = self._first(self._latest, tensors, static_args)
-        if done is not NotImplemented:
+        if done is not NotImplemented or torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
             return done
-        if torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
-            return None
+        for again in self._of_any_size.get(static_args, ()):
+            done = again(tensors)
+            if done is not NotImplemented:
+                self._remember(static_args, again)
+                return done
         found = self._records.get((signature(tensors), static_args))
         if found is None:
-            return None
+            return NotImplemented
         again = record.replayer(tensors, found)
         done = again(tensors)
-        if done is NotImplemented:
-            return None
-        self._remember(static_args, again)
+        if done is not NotImplemented:
+            self._remember(static_args, again)
         return done
 
     def keep(self, tensors: Tensors, static_args: Hashable, make: Callable[[], LaunchRecord | Replayer | None]) -> None:
-        """Make a record for calls like this one, which went the long way, unless there is one. Nothing is kept of a call that may
-        have none."""
+        """Make a record for calls like this one, for which there was none. Nothing is kept of a call that may have none."""
         seen = signature(tensors)
-        if seen is None or (seen, static_args) in self._records or settings.check_values():
+        if seen is None or settings.check_values():
             return
         made = make()
         if made is None:
             return
-        if len(self._records) >= CAPACITY:
+        if len(self._records) + len(self._of_any_size) >= CAPACITY:
             self._records.clear()
+            self._of_any_size.clear()
             self._latest = ()
-        self._records[seen, static_args] = made
-        self._remember(static_args, record.replayer(tensors, made))
+        again = record.replayer(tensors, made)
+        if isinstance(made, LaunchRecord) and made.sizes is not None:
+            self._of_any_size[static_args] = (*self._of_any_size.get(static_args, ()), again)
+        else:
+            self._records[seen, static_args] = made
+        self._remember(static_args, again)
 
     def _remember(self, static_args: Hashable, again: Replayer) -> None:
         self._latest = ((static_args, again), *self._latest[: LATEST - 1])

@@ -14,6 +14,8 @@
 #define MAX_OUTPUTS 4
 #define MAX_PARTS 64
 #define MAX_BYTES 2048
+#define MAX_DIMS 8
+#define MAX_SIZES 4  // that may differ between calls of one record
 
 // dlpack.h, as far as it is needed
 
@@ -65,13 +67,18 @@ static int truth_of(PyObject* answer) {
   return truth;
 }
 
-// Guard(tensors)(others): the addresses of others if they have the types, shapes, strides, dtypes and devices of the
+// Guard(tensors, labels)(others): the addresses of others if they have the types, shapes, strides, dtypes and devices of the
 // tensors, are aligned as they are, and no gradient is asked for; otherwise None
+//
+// `labels` is None, or says which dimensions may have other sizes: for each tensor None or a number for each dimension. 0: as
+// recorded. n > 0: any size, the same for all that have this label; n < 0: one more than label -n. Strides of a labelled dimension
+// are as recorded, too, unless the next one is labelled: then both lie flat, one behind the other.
 
 typedef struct {
   PyTypeObject* type;
   DLTensor form;  // `shape` and `strides` are copies; nothing for None
   int may_be_negated, is_aligned;
+  int8_t labels[MAX_DIMS];
 } Form;
 
 typedef struct {
@@ -80,11 +87,24 @@ typedef struct {
   Form forms[];
 } Guard;
 
-static int is_like(const DLTensor* t, const DLTensor* f) {
+// Whether a labelled dimension has the size that its label has in this call, which the first to come decides.
+static int has_size(int64_t size, int label, int64_t* sizes) {
+  int64_t* known = &sizes[(label > 0 ? label : -label) - 1];
+  if (label < 0) size -= 1;
+  if (*known < 0) *known = size;
+  return size >= 0 && *known == size;
+}
+
+static int is_like(const DLTensor* t, const Form* form, int64_t* sizes) {
+  const DLTensor* f = &form->form;
   if (t->ndim != f->ndim || t->code != f->code || t->bits != f->bits || t->lanes != f->lanes) return 0;
   if (t->device_type != f->device_type || t->device_id != f->device_id) return 0;
-  for (int i = 0; i < t->ndim; ++i)
-    if (t->shape[i] != f->shape[i] || t->strides[i] != f->strides[i]) return 0;
+  for (int i = 0; i < t->ndim; ++i) {
+    int label = i < MAX_DIMS ? form->labels[i] : 0;
+    if (label ? !has_size(t->shape[i], label, sizes) : t->shape[i] != f->shape[i]) return 0;
+    int is_flat = label && i + 1 < t->ndim && i + 1 < MAX_DIMS && form->labels[i + 1];
+    if (is_flat ? t->shape[i] > 1 && t->strides[i] != t->shape[i + 1] * t->strides[i + 1] : t->strides[i] != f->strides[i]) return 0;
+  }
   return 1;
 }
 
@@ -114,7 +134,8 @@ static int needs_grad(PyObject* tensors) {
 }
 
 // 1 and addresses, or 0, or -1 with an exception.
-static int compare(const Guard* self, PyObject* tensors, uint64_t* at) {
+static int compare(const Guard* self, PyObject* tensors, uint64_t* at, int64_t* sizes) {
+  for (int i = 0; i < MAX_SIZES; ++i) sizes[i] = -1;
   Py_ssize_t n = Py_SIZE(self);
   if (PyTuple_GET_SIZE(tensors) != n) return 0;
   for (Py_ssize_t i = 0; i < n; ++i)  // types first: to read a tensor takes longer
@@ -129,7 +150,7 @@ static int compare(const Guard* self, PyObject* tensors, uint64_t* at) {
       PyErr_Clear();
       return 0;
     }
-    if (!is_like(&t, &form->form)) return 0;
+    if (!is_like(&t, form, sizes)) return 0;
     at[i] = address_of(&t);
     if (at[i] == 0 && has_elements(&t)) return 0;  // the same, in others
     if (is_aligned(at[i]) != form->is_aligned) return 0;
@@ -146,7 +167,8 @@ static PyObject* guard_call(PyObject* callable, PyObject* const* args, size_t na
   if (PyVectorcall_NARGS(nargs) != 1 || names != NULL || !PyTuple_Check(args[0]))
     return PyErr_Format(PyExc_TypeError, "a Guard takes a tuple of tensors");
   uint64_t at[MAX_TENSORS];
-  int alike = compare((Guard*)callable, args[0], at);
+  int64_t sizes[MAX_SIZES];
+  int alike = compare((Guard*)callable, args[0], at, sizes);
   if (alike < 0) return NULL;
   if (!alike) Py_RETURN_NONE;
   return PyBytes_FromStringAndSize((const char*)at, 8 * PyTuple_GET_SIZE(args[0]));
@@ -161,10 +183,31 @@ static void guard_dealloc(PyObject* object) {
   PyObject_Free(object);
 }
 
+// The labels of a tensor, None or a tuple of numbers. 0, or -1 with an exception.
+static int read_labels(PyObject* given, int ndim, int8_t* labels) {
+  if (given == Py_None) return 0;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != ndim || ndim > MAX_DIMS) {
+    PyErr_SetString(PyExc_ValueError, "labels are None or a tuple with a number for each dimension of a tensor");
+    return -1;
+  }
+  for (int i = 0; i < ndim; ++i) {
+    long label = PyLong_AsLong(PyTuple_GET_ITEM(given, i));
+    if (label == -1 && PyErr_Occurred()) return -1;
+    if (label < -MAX_SIZES || label > MAX_SIZES) {
+      PyErr_Format(PyExc_ValueError, "more than %d sizes that may differ", MAX_SIZES);
+      return -1;
+    }
+    labels[i] = (int8_t)label;
+  }
+  return 0;
+}
+
 static PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  PyObject* tensors;
-  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &tensors)) return NULL;
+  PyObject *tensors, *labels = Py_None;
+  if (!PyArg_ParseTuple(args, "O!|O", &PyTuple_Type, &tensors, &labels)) return NULL;
   Py_ssize_t n = PyTuple_GET_SIZE(tensors);
+  if (labels != Py_None && (!PyTuple_Check(labels) || PyTuple_GET_SIZE(labels) != n))
+    return PyErr_Format(PyExc_ValueError, "labels are None or a tuple with those of each tensor");
   if (n > MAX_TENSORS) return PyErr_Format(PyExc_ValueError, "more than %d tensors", MAX_TENSORS);
   Guard* self = PyObject_NewVar(Guard, type, n);
   if (self == NULL) return NULL;
@@ -190,6 +233,7 @@ static PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* kwargs)
     t.shape = sizes;
     t.strides = sizes + t.ndim;
     self->forms[i].form = t;
+    if (labels != Py_None && read_labels(PyTuple_GET_ITEM(labels, i), t.ndim, self->forms[i].labels) < 0) goto fail;
     self->forms[i].may_be_negated = may_be_negated(&t);
     self->forms[i].is_aligned = is_aligned(address_of(&t));
   }
@@ -210,8 +254,9 @@ static PyTypeObject GuardType = {
     .tp_new = guard_new,
 };
 
-// Launch(function, block, pointers, stream, places, keep)(stream, addresses, *outputs): whether the function was called, and
-// returned 0. It takes four words, with which the block begins.
+// Launch(function, block, pointers, stream, places, numbers, keep)(stream, addresses, *outputs): whether the function was called,
+// and returned 0. It takes four words, with which the block begins. `numbers` says where in the block those go that differ from call
+// to call of one record.
 
 typedef int (*Function)(uint64_t, uint64_t, uint64_t, uint64_t);
 
@@ -225,19 +270,24 @@ typedef struct {
 } Place;
 
 typedef struct {
+  uint32_t index, at, width;  // which number, where it goes, and in how many bytes
+} Number;
+
+typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* keep;
   Function function;
-  Py_ssize_t size, stream, num_pointers, num_places;
+  Py_ssize_t size, stream, num_pointers, num_places, num_numbers;
   Pointer pointers[MAX_PARTS];
   Place places[MAX_PARTS];
+  Number numbers[MAX_PARTS];
   char block[MAX_BYTES];
 } Launch;
 
 // 1 if it was called and returned 0, or 0, or -1 with an exception.
 static int launch(const Launch* self, uint64_t stream, const uint64_t* at, Py_ssize_t num_at, PyObject* const* outputs,
-                  Py_ssize_t num_outputs) {
+                  Py_ssize_t num_outputs, const int64_t* numbers, Py_ssize_t num_numbers) {
   // A copy, so that threads may share a Launch.
   _Alignas(16) char block[MAX_BYTES];
   memcpy(block, self->block, self->size);
@@ -264,6 +314,14 @@ static int launch(const Launch* self, uint64_t stream, const uint64_t* at, Py_ss
     if (address & place->mask) return 0;
     if (address) memcpy(block + place->at, &address, 8);
   }
+  for (Py_ssize_t i = 0; numbers != NULL && i < self->num_numbers; ++i) {
+    const Number* number = &self->numbers[i];
+    if (number->index >= num_numbers) {
+      PyErr_Format(PyExc_TypeError, "this Launch has no number %u", number->index);
+      return -1;
+    }
+    memcpy(block + number->at, &numbers[number->index], number->width);  // little-endian
+  }
   uint64_t words[4];
   memcpy(words, block, sizeof(words));
   int status;
@@ -281,7 +339,7 @@ static PyObject* launch_call(PyObject* callable, PyObject* const* args, size_t n
   uint64_t stream = PyLong_AsUnsignedLongLong(args[0]);
   if (stream == (uint64_t)-1 && PyErr_Occurred()) return NULL;
   const uint64_t* at = (const uint64_t*)PyBytes_AS_STRING(args[1]);
-  int launched = launch((Launch*)callable, stream, at, PyBytes_GET_SIZE(args[1]) / 8, args + 2, num_outputs);
+  int launched = launch((Launch*)callable, stream, at, PyBytes_GET_SIZE(args[1]) / 8, args + 2, num_outputs, NULL, 0);
   return launched < 0 ? NULL : PyBool_FromLong(launched);
 }
 
@@ -293,20 +351,22 @@ static void launch_dealloc(PyObject* object) {
 static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   unsigned long long function;
   const char* block;
-  Py_ssize_t size, stream, at, to, of, alignment;
-  PyObject *pointers, *places, *keep;
-  if (!PyArg_ParseTuple(args, "Ky#O!nO!O", &function, &block, &size, &PyTuple_Type, &pointers, &stream, &PyTuple_Type, &places,
-                        &keep))
+  Py_ssize_t size, stream, at, to, of, alignment, index, width;
+  PyObject *pointers, *places, *numbers, *keep;
+  if (!PyArg_ParseTuple(args, "Ky#O!nO!O!O", &function, &block, &size, &PyTuple_Type, &pointers, &stream, &PyTuple_Type, &places,
+                        &PyTuple_Type, &numbers, &keep))
     return NULL;
   Py_ssize_t num_pointers = PyTuple_GET_SIZE(pointers), num_places = PyTuple_GET_SIZE(places), last = size - 8;
-  if (size < 32 || size > MAX_BYTES || num_pointers > MAX_PARTS || num_places > MAX_PARTS)
-    return PyErr_Format(PyExc_ValueError, "a block, pointers or places too many");
+  Py_ssize_t num_numbers = PyTuple_GET_SIZE(numbers);
+  if (size < 32 || size > MAX_BYTES || num_pointers > MAX_PARTS || num_places > MAX_PARTS || num_numbers > MAX_PARTS)
+    return PyErr_Format(PyExc_ValueError, "a block, pointers, places or numbers too many");
   Launch* self = PyObject_New(Launch, type);
   if (self == NULL) return NULL;
   self->vectorcall = launch_call;
   self->keep = Py_NewRef(keep);
   self->function = (Function)function;
   self->size = size, self->stream = stream, self->num_pointers = num_pointers, self->num_places = num_places;
+  self->num_numbers = num_numbers;
   memcpy(self->block, block, size);
   if (stream < 0 || stream > last) goto outside;
   for (Py_ssize_t i = 0; i < num_pointers; ++i) {
@@ -319,9 +379,14 @@ static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     if (at < 0 || at > last || of != (int32_t)of || alignment < 1 || alignment & (alignment - 1)) goto outside;
     self->places[i] = (Place){of, at, alignment - 1};
   }
+  for (Py_ssize_t i = 0; i < num_numbers; ++i) {
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(numbers, i), "nnn", &index, &at, &width)) goto fail;
+    if (at < 0 || index < 0 || (width != 4 && width != 8) || at > size - width) goto outside;
+    self->numbers[i] = (Number){index, at, width};
+  }
   return (PyObject*)self;
 outside:
-  PyErr_SetString(PyExc_ValueError, "a stream, a pointer or a place that is not in the block, or an odd alignment");
+  PyErr_SetString(PyExc_ValueError, "a stream, a pointer, a place or a number that is not in the block, or an odd alignment");
 fail:
   Py_DECREF(self);
   return NULL;
@@ -337,14 +402,18 @@ static PyTypeObject LaunchType = {
     .tp_new = launch_new,
 };
 
-// Record(guard, calls, outputs, workspace, is_ready, device, current_device, current_stream, empty, elsewhere)(tensors): the
-// outputs, NotImplemented for tensors that are not alike, None where a launch was not made
+// Record(guard, calls, outputs, workspace, is_ready, device, current_device, current_stream, empty, elsewhere, resize)(tensors):
+// the outputs, NotImplemented for tensors that are not alike, None where a launch was not made
+//
+// `resize`, where it is not None, is asked for (numbers, outputs, workspace) with the sizes that labels stand for, when those are
+// others than in the call before; None from it says that the record does not serve such a call.
 
 typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* parts;  // what it was made of: a tuple of the following
-  PyObject *guard, *calls, *outputs, *workspace, *is_ready, *device, *current_device, *current_stream, *empty, *elsewhere;
+  PyObject *guard, *calls, *outputs, *workspace, *is_ready, *device, *current_device, *current_stream, *empty, *elsewhere, *resize;
+  PyObject* resized;  // (sizes as bytes, numbers as bytes, outputs, workspace) of the call before; replaced, never changed
 } Record;
 
 // 1 or 0, or -1 with an exception.
@@ -366,13 +435,54 @@ static PyObject* output(const Record* self, PyObject* how, PyObject* tensors) {
   return Py_NewRef(PyTuple_GET_ITEM(tensors, i));
 }
 
+// What a call of these sizes needs, as `resized` has it, with a reference; Py_None where the record does not serve it, or NULL with an
+// exception. `resized` is replaced as a whole, so that a thread that reads it has what belongs together.
+static PyObject* resized_for(Record* self, const int64_t* sizes) {
+  PyObject* known = self->resized;
+  if (known != NULL && memcmp(PyBytes_AS_STRING(PyTuple_GET_ITEM(known, 0)), sizes, MAX_SIZES * sizeof(int64_t)) == 0)
+    return Py_NewRef(known);
+  PyObject* arguments[MAX_SIZES] = {NULL};
+  PyObject *found = NULL, *made = NULL;
+  Py_ssize_t n = 0;
+  for (; n < MAX_SIZES && sizes[n] >= 0; ++n)
+    if ((arguments[n] = PyLong_FromLongLong(sizes[n])) == NULL) goto done;
+  found = PyObject_Vectorcall(self->resize, arguments, n, NULL);
+  if (found == NULL || found == Py_None) goto done;
+  if (!PyTuple_Check(found) || PyTuple_GET_SIZE(found) != 3 || !PyTuple_Check(PyTuple_GET_ITEM(found, 0)) ||
+      !PyTuple_Check(PyTuple_GET_ITEM(found, 1)) ||
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(found, 1)) != PyTuple_GET_SIZE(self->outputs) ||
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(found, 0)) > MAX_PARTS) {
+    PyErr_SetString(PyExc_TypeError, "resize returns numbers, as many outputs as the record has, and a workspace; or None");
+    goto done;
+  }
+  PyObject* given = PyTuple_GET_ITEM(found, 0);
+  int64_t numbers[MAX_PARTS];
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); ++i) {
+    numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    if (numbers[i] == -1 && PyErr_Occurred()) goto done;
+  }
+  made = Py_BuildValue("(y#y#OO)", (const char*)sizes, (Py_ssize_t)(MAX_SIZES * sizeof(int64_t)), (const char*)numbers,
+                       (Py_ssize_t)(PyTuple_GET_SIZE(given) * sizeof(int64_t)), PyTuple_GET_ITEM(found, 1),
+                       PyTuple_GET_ITEM(found, 2));
+  if (made == NULL) goto done;
+  PyObject* old = self->resized;
+  self->resized = Py_NewRef(made);
+  Py_XDECREF(old);
+done:
+  while (n > 0) Py_XDECREF(arguments[--n]);
+  if (made == NULL && found == Py_None) return found;
+  Py_XDECREF(found);
+  return made;
+}
+
 static PyObject* record_call(PyObject* callable, PyObject* const* args, size_t nargs, PyObject* names) {
-  const Record* self = (Record*)callable;
+  Record* self = (Record*)callable;
   if (PyVectorcall_NARGS(nargs) != 1 || names != NULL || !PyTuple_Check(args[0]))
     return PyErr_Format(PyExc_TypeError, "a Record takes a tuple of tensors");
   PyObject* tensors = args[0];
   uint64_t at[MAX_TENSORS];
-  int fits = compare((Guard*)self->guard, tensors, at);
+  int64_t sizes[MAX_SIZES];
+  int fits = compare((Guard*)self->guard, tensors, at, sizes);
   if (fits < 0) return NULL;
   if (!fits) Py_RETURN_NOTIMPLEMENTED;
   int is_ready = self->is_ready == Py_None ? 1 : truth_of(PyObject_CallNoArgs(self->is_ready));
@@ -382,21 +492,37 @@ static PyObject* record_call(PyObject* callable, PyObject* const* args, size_t n
   if (is_here < 0) return NULL;
   if (!is_here) return PyObject_CallFunctionObjArgs(self->elsewhere, self->device, callable, tensors, NULL);
 
+  PyObject *outputs = self->outputs, *workspace = self->workspace, *resized = NULL;
+  const int64_t* numbers = NULL;
+  Py_ssize_t num_numbers = 0;
+  if (self->resize != Py_None) {
+    resized = resized_for(self, sizes);
+    if (resized == NULL) return NULL;
+    if (resized == Py_None) {
+      Py_DECREF(resized);
+      Py_RETURN_NOTIMPLEMENTED;
+    }
+    numbers = (const int64_t*)PyBytes_AS_STRING(PyTuple_GET_ITEM(resized, 1));
+    num_numbers = PyBytes_GET_SIZE(PyTuple_GET_ITEM(resized, 1)) / (Py_ssize_t)sizeof(int64_t);
+    outputs = PyTuple_GET_ITEM(resized, 2);
+    workspace = PyTuple_GET_ITEM(resized, 3);
+  }
   PyObject* made[MAX_OUTPUTS + 1];  // outputs, then a workspace
   PyObject* result = NULL;
-  Py_ssize_t n = 0, num_outputs = PyTuple_GET_SIZE(self->outputs);
+  Py_ssize_t n = 0, num_outputs = PyTuple_GET_SIZE(outputs);
   PyObject* stream = PyObject_CallOneArg(self->current_stream, self->device);
-  if (stream == NULL) return NULL;
+  if (stream == NULL) goto done;
   uint64_t stream_number = PyLong_AsUnsignedLongLong(stream);
   if (stream_number == (uint64_t)-1 && PyErr_Occurred()) goto done;
   for (; n < num_outputs; ++n)
-    if ((made[n] = output(self, PyTuple_GET_ITEM(self->outputs, n), tensors)) == NULL) goto done;
-  if (self->workspace != Py_None) {
-    if ((made[n] = PyObject_CallOneArg(self->workspace, stream)) == NULL) goto done;
+    if ((made[n] = output(self, PyTuple_GET_ITEM(outputs, n), tensors)) == NULL) goto done;
+  if (workspace != Py_None) {
+    if ((made[n] = PyObject_CallOneArg(workspace, stream)) == NULL) goto done;
     ++n;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->calls); ++i) {
-    int launched = launch((Launch*)PyTuple_GET_ITEM(self->calls, i), stream_number, at, PyTuple_GET_SIZE(tensors), made, n);
+    int launched = launch((Launch*)PyTuple_GET_ITEM(self->calls, i), stream_number, at, PyTuple_GET_SIZE(tensors), made, n, numbers,
+                          num_numbers);
     if (launched == 0) result = Py_NewRef(Py_None);
     if (launched <= 0) goto done;
   }
@@ -405,19 +531,22 @@ static PyObject* record_call(PyObject* callable, PyObject* const* args, size_t n
   for (Py_ssize_t i = 0; i < num_outputs; ++i) PyTuple_SET_ITEM(result, i, Py_NewRef(made[i]));
 done:
   while (n > 0) Py_DECREF(made[--n]);
-  Py_DECREF(stream);
+  Py_XDECREF(stream);
+  Py_XDECREF(resized);
   return result;
 }
 
 static void record_dealloc(PyObject* object) {
   Py_DECREF(((Record*)object)->parts);
+  Py_XDECREF(((Record*)object)->resized);
   PyObject_Free(object);
 }
 
 static PyObject* record_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   Record p;
-  if (!PyArg_ParseTuple(args, "O!O!O!OOOOOOO", &GuardType, &p.guard, &PyTuple_Type, &p.calls, &PyTuple_Type, &p.outputs,
-                        &p.workspace, &p.is_ready, &p.device, &p.current_device, &p.current_stream, &p.empty, &p.elsewhere))
+  if (!PyArg_ParseTuple(args, "O!O!O!OOOOOOOO", &GuardType, &p.guard, &PyTuple_Type, &p.calls, &PyTuple_Type, &p.outputs,
+                        &p.workspace, &p.is_ready, &p.device, &p.current_device, &p.current_stream, &p.empty, &p.elsewhere,
+                        &p.resize))
     return NULL;
   if (PyTuple_GET_SIZE(p.outputs) > MAX_OUTPUTS) return PyErr_Format(PyExc_ValueError, "more than %d outputs", MAX_OUTPUTS);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p.calls); ++i)
@@ -427,6 +556,7 @@ static PyObject* record_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
   p.ob_base = self->ob_base;
   p.vectorcall = record_call;
   p.parts = Py_NewRef(args);
+  p.resized = NULL;
   *self = p;
   return (PyObject*)self;
 }

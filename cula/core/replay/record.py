@@ -56,6 +56,27 @@ class Frame(NamedTuple):
     stream: int  # the offset of the stream
     places: tuple[tuple[int, int], ...]  # (number of an `Address`, its offset)
     keep: Any  # what the function needs alive
+    numbers: tuple[tuple[int, int, int], ...] = ()  # (index among `Resized.numbers`, offset, bytes)
+
+
+class Resized(NamedTuple):
+    """What a call of other sizes needs of a record."""
+
+    numbers: tuple[int, ...]  # arguments of the launches that follow from the sizes
+    outputs: tuple[int | Form | None, ...]
+    workspace: Callable[[int], Tensor] | None
+
+
+class Sizes(NamedTuple):
+    """Which sizes may differ between the calls of one record, and what follows from them.
+
+    A serving engine's prefill has another number of tokens and of sequences at every step. Strides of tokens and heads, dtypes and
+    options stay, and so do kernels; what changes is in `Resized`, which takes a few microseconds to work out.
+    """
+
+    # For each tensor of a call None, or for each dimension 0: as recorded; n > 0: the n-th size; n < 0: one more than that.
+    labels: tuple[tuple[int, ...] | None, ...]
+    resize: Callable[..., Resized | None]  # takes the sizes in order; None where other kernels serve such a call
 
 
 class LaunchRecord(NamedTuple):
@@ -68,6 +89,7 @@ class LaunchRecord(NamedTuple):
     ]  # the number of a tensor of the call; what `torch_internals.empty` makes one from; None
     workspace: Callable[[int], Tensor] | None = None  # for a stream: one more output for the launches, not returned
     is_ready: Callable[[], bool] | None = None  # False: the call goes the long way
+    sizes: Sizes | None = None  # None: for tensors of these sizes alone
 
 
 @functools.cache
@@ -87,37 +109,50 @@ def launcher(of: Sequence[Address], plain: Callable[..., Any], frame: Frame | No
 
     Args:
         of: the kernel's addresses.
-        plain: takes the stream and those addresses, and launches.
+        plain: takes the stream, the numbers of `Resized` (none where sizes are those recorded) and those addresses, and launches.
         frame: does the same from C; None where there is none.
     """
     native = _compiled()
     if native is None or frame is None:
         return _plain(tuple(of), plain)
     places = tuple((of[i].of, at, of[i].alignment) for i, at in frame.places if of[i].of is not None)
-    return native.Launch(frame.function, frame.block, frame.pointers, frame.stream, places, frame.keep)
+    return native.Launch(frame.function, frame.block, frame.pointers, frame.stream, places, frame.numbers, frame.keep)
 
 
-def guard(tensors: Tensors) -> Guard:
+def guard(tensors: Tensors, labels: tuple[tuple[int, ...] | None, ...] | None = None) -> Guard:
     """A function that returns the addresses of tensors like these, and None for others: type, shape, strides, dtype, device and
-    alignment are compared, and whether there is a gradient to make."""
+    alignment are compared, and whether there is a gradient to make. Labelled dimensions may have other sizes (see `Sizes`)."""
     native = _compiled()
     if native is not None:
-        return native.Guard(tensors)
-    seen = signature(tensors)
-    return lambda others: _addresses(others) if signature(others) == seen is not None else None
+        return native.Guard(tensors, labels)
+    is_like = _like(tensors, labels)
+    return lambda others: None if is_like(others) is None else _addresses(others)
 
 
 def replayer(tensors: Tensors, record: LaunchRecord | Replayer) -> Replayer:
     """A function that makes a call like the one with these tensors by a record, or by a function of tensors; NotImplemented for
     tensors that are not like them."""
-    native, is_like = _compiled(), guard(tensors)
+    native = _compiled()
     if not isinstance(record, LaunchRecord):
-        return lambda others: NotImplemented if is_like(others) is None else record(others)
-    if native is None or not all(isinstance(launch, native.Launch) for launch in record.launches):
-        return lambda others: NotImplemented if (at := is_like(others)) is None else _follow(record, others, at)
-    device, launches, outputs, workspace, is_ready = record
+        is_same = guard(tensors)
+        return lambda others: NotImplemented if is_same(others) is None else record(others)
+    device, launches, outputs, workspace, is_ready, sizes = record
+    labels, resize = (None, None) if sizes is None else sizes
+    if native is None or not all(isinstance(launch, native.Launch) for launch in launches):
+        is_like = _like(tensors, labels)
+        return lambda others: NotImplemented if (found := is_like(others)) is None else _follow(record, others, found)
     return native.Record(
-        is_like, launches, outputs, workspace, is_ready, device, current_device, current_stream, empty, _elsewhere
+        guard(tensors, labels),
+        launches,
+        outputs,
+        workspace,
+        is_ready,
+        device,
+        current_device,
+        current_stream,
+        empty,
+        _elsewhere,
+        resize,
     )
 
 
@@ -167,31 +202,78 @@ def _form(t: Tensor) -> tuple[Any, ...]:
     return type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT == 0
 
 
+def _like(tensors: Tensors, labels: tuple[tuple[int, ...] | None, ...] | None) -> Callable[[Tensors], tuple[int, ...] | None]:
+    """A function that returns the sizes of labels in tensors like these, and None for others."""
+    of = (None,) * len(tensors) if labels is None else labels
+    seen = _signature_without(tensors, of)
+
+    def sizes_of(others: Tensors) -> tuple[int, ...] | None:
+        if len(others) != len(of) or seen is None or _signature_without(others, of) != seen:
+            return None
+        sizes: dict[int, int] = {}
+        for t, labels in zip(others, of):
+            for size, label in zip(() if t is None or labels is None else t.shape, labels or ()):
+                size -= label < 0
+                if label and (size < 0 or sizes.setdefault(abs(label), size) != size):
+                    return None
+        return tuple([sizes[label] for label in sorted(sizes)])
+
+    return sizes_of
+
+
+def _signature_without(tensors: Tensors, labels: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...] | None:
+    """The signature, with labelled sizes left out, and with strides that follow from them checked instead of compared."""
+    found = signature(tensors)
+    if found is None or not any(labels):
+        return found
+    return tuple([form if form is None or not of else _without(form, of) for form, of in zip(found, labels)])
+
+
+def _without(form: tuple[Any, ...], labels: tuple[int, ...]) -> tuple[Any, ...] | None:
+    kind, shape, strides, *rest = form
+    if len(shape) != len(labels):
+        return None
+    kept = []
+    for i, (size, stride, label) in enumerate(zip(shape, strides, labels)):
+        is_flat = label and i + 1 < len(labels) and labels[i + 1]
+        if is_flat and size > 1 and stride != shape[i + 1] * strides[i + 1]:
+            return None
+        kept.append((None if label else size, None if is_flat else stride))
+    return kind, tuple(kept), *rest
+
+
 def _plain(of: tuple[Address, ...], plain: Callable[..., Any]) -> Launcher:
-    def launch(stream: int, at: Addresses, *outputs: Tensor | None) -> bool:
+    def launch(stream: int, at: Addresses, *outputs: Tensor | None, numbers: tuple[int, ...] = ()) -> bool:
         if not isinstance(at, tuple):
             at = memoryview(at).cast("Q")
         made = _addresses(outputs)
         there = [0 if a.of is None else at[a.of] if a.of >= 0 else made[~a.of] for a in of]
         if any([address % a.alignment for a, address in zip(of, there)]):
             return False
-        plain(stream, *[address or a.absent for a, address in zip(of, there)])
+        plain(stream, numbers, *[address or a.absent for a, address in zip(of, there)])
         return True
 
     return launch
 
 
-def _follow(record: LaunchRecord, tensors: Tensors, at: Addresses) -> tuple[Tensor | None, ...] | None:
-    device, launches, outputs, workspace, is_ready = record
+def _follow(record: LaunchRecord, tensors: Tensors, sizes: tuple[int, ...]) -> Any:
+    device, launches, outputs, workspace, is_ready, of_sizes = record
     if is_ready is not None and not is_ready():
         return None
     if current_device() != device:
         with torch.cuda.device(device):
-            return _follow(record, tensors, at)
-    stream = current_stream(device)
+            return _follow(record, tensors, sizes)
+    more = {}
+    if of_sizes is not None:
+        resized = of_sizes.resize(*sizes)
+        if resized is None:
+            return NotImplemented
+        numbers, outputs, workspace = resized
+        more = {"numbers": numbers}
+    stream, at = current_stream(device), _addresses(tensors)
     made = tuple([tensors[o] if isinstance(o, int) else o if o is None else empty(*o) for o in outputs])
     seen = made if workspace is None else (*made, workspace(stream))
     for launch in launches:
-        if not launch(stream, at, *seen):
+        if not launch(stream, at, *seen, **more):
             return None
     return made

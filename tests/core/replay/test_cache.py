@@ -56,8 +56,8 @@ def test_a_record_runs_for_the_same_signature_only(on_cpu, monkeypatch, change, 
     given = tensors()
     for _ in range(2):
         assert known.run(given, ("word", None)) is given
-    assert known.run(given, ("word", 1)) is None
-    assert known.run(CHANGES[change](*given), ("word", None)) is None
+    assert known.run(given, ("word", 1)) is NotImplemented
+    assert known.run(CHANGES[change](*given), ("word", None)) is NotImplemented
 
 
 def test_many_shapes_share_their_static_arguments(on_cpu):
@@ -67,7 +67,7 @@ def test_many_shapes_share_their_static_arguments(on_cpu):
         known.keep(given[n], "static", lambda n=n: lambda tensors: n)
     for n in range(1, 20):
         assert known.run(given[n], "static") == n
-    assert known.run(given[20], "static") is None
+    assert known.run(given[20], "static") is NotImplemented
 
 
 def test_a_full_memory_starts_over(on_cpu, monkeypatch):
@@ -75,15 +75,15 @@ def test_a_full_memory_starts_over(on_cpu, monkeypatch):
     known = cache.ReplayCache()
     for n in range(4):
         known.keep((torch.empty(n, 2), torch.empty(n)), "static", lambda: lambda t: t)
-    assert known.run((torch.empty(3, 2), torch.empty(3)), "static") is not None
-    assert known.run((torch.empty(1, 2), torch.empty(1)), "static") is None
+    assert known.run((torch.empty(3, 2), torch.empty(3)), "static") is not NotImplemented
+    assert known.run((torch.empty(1, 2), torch.empty(1)), "static") is NotImplemented
 
 
 def test_checks_of_values_are_not_skipped(on_cpu, monkeypatch):
     known = cache.ReplayCache()
     known.keep(tensors(), "static", lambda: lambda t: t)
     monkeypatch.setenv("CULA_CHECK", "1")
-    assert known.run(tensors(), "static") is None
+    assert known.run(tensors(), "static") is NotImplemented
 
 
 def test_tensors_of_an_export_have_no_records(on_cpu, monkeypatch):
@@ -93,7 +93,7 @@ def test_tensors_of_an_export_have_no_records(on_cpu, monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     monkeypatch.setattr(cache, "signature", lambda tensors: 1 / 0)
     other = torch.randn(5)
-    assert known.run((other, None, other), "static") is None
+    assert known.run((other, None, other), "static") is NotImplemented
 
 
 def test_a_record_that_does_not_fit_is_asked_once(on_cpu):
@@ -103,11 +103,15 @@ def test_a_record_that_does_not_fit_is_asked_once(on_cpu):
     assert len(asked) == 1
 
 
-def test_a_call_that_does_not_fit_leaves_the_record_as_it_is(on_cpu):
-    known = cache.ReplayCache()
-    known.keep(tensors(), "static", lambda: lambda given: None)  # as for an address that will not do
-    assert known.run(tensors(), "static") is None
-    known.keep(tensors(), "static", lambda: pytest.fail("there is a record"))
+def test_a_call_that_does_not_fit_leaves_the_record_as_it_is(on_cpu, monkeypatch):
+    known = forget(monkeypatch, KDA)
+    call = KdaCall(T=10, K=16, V=16)
+    cula.cula_kda(**call.tensors())
+    before = dict(known._records)
+    assert len(before) == 1
+    monkeypatch.setattr(known, "run", lambda tensors, static_args: None)  # as for an address that will not do
+    cula.cula_kda(**call.tensors())
+    assert known._records == before
 
 
 def test_misaligned_tensors_have_records_of_their_own(on_cpu):
@@ -116,7 +120,7 @@ def test_misaligned_tensors_have_records_of_their_own(on_cpu):
     _, _, last = given = tensors()
     odd = (*given[:2], torch.randn(5)[1:])
     assert odd[2].data_ptr() % 16 and last.data_ptr() % 16 == 0
-    assert known.run(odd, "static") is None
+    assert known.run(odd, "static") is NotImplemented
     known.keep(odd, "static", lambda: lambda given: "odd")
     assert known.run(odd, "static") == "odd"
     assert known.run(given, "static") == "aligned"
@@ -137,7 +141,7 @@ def test_kda_by_record_is_kda(on_cpu, monkeypatch, with_states):
     monkeypatch.setattr(known, "run", lambda tensors, static_args: taken.append(1) or again(tensors))
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(known, "run", lambda tensors, static_args: taken.append(2))  # does not fit: the long way
+    monkeypatch.setattr(known, "run", lambda tensors, static_args: taken.append(2) or NotImplemented)  # none: the long way
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
     assert taken == [1, 2]

@@ -154,8 +154,8 @@ class Recorder:
         self.calls.append(seen)
         return self.status
 
-    def plain(self, stream, *addresses):
-        self.calls.append([11, 12, 13, stream, *addresses])
+    def plain(self, stream, numbers, *addresses):
+        self.calls.append([11, 12, 13, stream, *addresses, *numbers])
 
     def launcher(self):
         block = struct.pack("4Q", 11, 0, 12, 13) + struct.pack("6Q", 0, *(a.absent for a in OF))
@@ -399,7 +399,7 @@ def test_launch_records_that_make_no_sense(in_c, on_cpu, wrong):
     given, parts = tensors(), launch_record(Recorder())._replace(**wrong)
     functions = lambda: 1, lambda device: 0, record.empty, print
     with pytest.raises((TypeError, ValueError)):
-        record._compiled().Record(record.guard(given), parts.launches, parts.outputs, None, None, 1, *functions)(given)
+        record._compiled().Record(record.guard(given), parts.launches, parts.outputs, None, None, 1, *functions, None)(given)
 
 
 def test_what_cannot_be_compiled_is_said_once_and_done_without(monkeypatch, caplog):
@@ -412,3 +412,97 @@ def test_what_cannot_be_compiled_is_said_once_and_done_without(monkeypatch, capl
     with caplog.at_level(logging.INFO, logger="cula"):
         assert record._compiled.__wrapped__() is None
     assert "Failed to find C compiler" in caplog.text
+
+
+# Records for calls of other sizes: x [B, T, 4] and o like it, offsets [N + 1], all of int64 words in C's eyes.
+
+LABELS = ((1, 2, 0), (-3,), None)
+
+
+class SizedRecorder:
+    """A function that sees the address of x and two numbers, of which the first is written in 8 bytes and the second in 4."""
+
+    def __init__(self):
+        self.calls = []
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)(self.called)
+
+    def called(self, *words):
+        self.calls.append(list((ctypes.c_uint64 * 4).from_address(words[1])))
+        return 0
+
+    def plain(self, stream, numbers, *addresses):
+        self.calls.append([stream, *addresses, *numbers])
+
+    def launcher(self):
+        block = struct.pack("4Q", 0, 0, 0, 0) + struct.pack("4Q", 0, 0, 99, 98)
+        at = ctypes.cast(self.function, ctypes.c_void_p).value
+        return record.launcher(
+            (Address(0),), self.plain, Frame(at, block, ((8, 32),), 32, ((0, 40),), self, ((0, 48, 8), (1, 56, 4)))
+        )
+
+
+def sized(B, T, N):
+    return torch.randn(B, T, 4), torch.zeros(N + 1, dtype=torch.int32), torch.randn(3)
+
+
+def sized_record(recorder, asked):
+    def resize(B, T, N):
+        asked.append((B, T, N))
+        return None if T > 100 else record.Resized((B * T, N), (((B, T, 4), (4 * T, 4, 1), torch.float32),), None)
+
+    outputs = (((2, 5, 4), (20, 4, 1), torch.float32),)
+    return LaunchRecord(1, (recorder.launcher(),), outputs, sizes=record.Sizes(LABELS, resize))
+
+
+def test_one_record_serves_every_length(way, on_cpu):
+    recorder, asked, given = SizedRecorder(), [], sized(2, 5, 3)
+    again = record.replayer(given, sized_record(recorder, asked))
+    for B, T, N in ((2, 5, 3), (2, 5, 3), (1, 7, 1), (3, 1, 9), (2, 5, 3)):
+        x, *rest = sized(B, T, N)
+        (o,) = again((x, *rest))
+        assert o.shape == (B, T, 4)
+        assert recorder.calls.pop() == [STREAM, x.data_ptr(), B * T, N]
+    assert again(sized(2, 101, 3)) is NotImplemented, "for another record"
+    assert set(asked) == {(2, 5, 3), (1, 7, 1), (3, 1, 9), (2, 101, 3)}
+
+
+OTHERS = {
+    "another fixed size": lambda x, cu, p: (torch.randn(2, 5, 5), cu, p),
+    "another fixed tensor": lambda x, cu, p: (x, cu, torch.randn(4)),
+    "a batch that is not flat": lambda x, cu, p: (torch.randn(2, 9, 4)[:, :5], cu, p),
+    "tokens further apart": lambda x, cu, p: (torch.randn(2, 5, 8)[..., :4], cu, p),
+    "no offsets at all": lambda x, cu, p: (x, cu[:0], p),
+    "a gradient": lambda x, cu, p: (x.requires_grad_(), cu, p),
+    "another dtype": lambda x, cu, p: (x, cu.long(), p),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_record_for_every_length_is_not_for_other_tensors(way, on_cpu, what):
+    recorder, asked = SizedRecorder(), []
+    again = record.replayer(sized(2, 5, 3), sized_record(recorder, asked))
+    assert again(OTHERS[what](*sized(2, 5, 3))) is NotImplemented
+    assert not recorder.calls
+    assert again(sized(4, 6, 2)) is not NotImplemented
+
+
+def test_sizes_with_one_label_are_one_size(way, on_cpu):
+    given = torch.randn(3, 4), torch.randn(3, 2)
+    made = LaunchRecord(1, (), (), sizes=record.Sizes(((1, 0), (1, 0)), lambda n: record.Resized((), (), None)))
+    again = record.replayer(given, made)
+    assert again((torch.randn(5, 4), torch.randn(5, 2))) == ()
+    assert again((torch.randn(5, 4), torch.randn(6, 2))) is NotImplemented
+
+
+@pytest.mark.parametrize("labels", [((1,), None, None), (None,), ((9, 0, 0), None, None), "x"], ids=str)
+def test_labels_that_make_no_sense(in_c, labels):
+    with pytest.raises((TypeError, ValueError)):
+        record.guard(sized(2, 5, 3), labels)
+
+
+@pytest.mark.parametrize("resized", [3, (), ((1,), (), None), (("x",), (None,), None)], ids=str)
+def test_resizing_that_makes_no_sense(in_c, on_cpu, resized):
+    made = sized_record(SizedRecorder(), [])
+    again = record.replayer(sized(2, 5, 3), made._replace(sizes=record.Sizes(LABELS, lambda *sizes: resized)))
+    with pytest.raises(TypeError):
+        again(sized(2, 5, 3))
