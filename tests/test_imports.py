@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point down: 2 -> 1 -> 0 -> ops -> families' descriptions -> core. Read off the sources, imports inside functions too."""
+"""Imports point down: 2 -> 1 -> 0 -> ops -> what a family is -> core. Read off the sources, imports inside functions too."""
 
 import ast
 import re

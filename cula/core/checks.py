@@ -173,6 +173,15 @@ def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> Non
         raise ValueError(f"{who}: {name} is {given!r}; expected one of {list(known)}")
 
 
+def refuse_transforms(who: str) -> None:
+    """NotImplementedError inside of `torch.func`'s transforms, whose tensors have no memory that a kernel could read."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{who}: torch.func transforms (grad, vmap, jvp, functional_call under them) are not supported; "
+            "use torch.autograd.grad for gradients, and the batch dimension or cu_seqlens instead of vmap"
+        )
+
+
 def check_device_argument(device: torch.device | str | None, q: Tensor, who: str) -> None:
     """`device=` is a statement, not a transfer: it must name the device the tensors are on."""
     if device is None:

@@ -16,7 +16,7 @@ from cula import settings
 from cula.core import checks, operator
 from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
 from cula.core.constants import MAX_DECODE_TOKENS
-from cula.core.device import on_device_of
+from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family
@@ -79,6 +79,7 @@ def decode(
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
+    checks.refuse_transforms(who)
     request = describe_decode(family, x, options, device, who)
     choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
     known = (*family.decode.Inputs._fields, *options._fields)
@@ -87,7 +88,7 @@ def decode(
         raise explained(choice, request.problem)
     if settings.check_values() or (x.q.device.type == "cpu" and x.state_indices is not None):
         check_values(request)
-    with on_device_of(x.q):
+    with running_on(x.q):
         o = choice.backend.load(family.name, f"{family.name}_decode")(request.problem, request.x)
         if static_args is not None:
             family.decode.replay.keep(x, static_args, lambda: record(request, choice, x))

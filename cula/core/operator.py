@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from cula.core.constants import CHUNK
-from cula.core.device import on_device_of
+from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
 from cula.core.pool import Serving
 from cula.core.problem import DecodeOptions, Problem, encoding_of, needs_grad
@@ -63,7 +63,8 @@ class Attention(torch.autograd.Function):
         x, saved = ctx.Inputs(*tensors[:count]), tensors[count:]
         if do is None:
             do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        grads = ctx.choice.backward.backend.load(family, f"{family}_bwd")(ctx.problem, x, saved, do, dht)
+        with running_on(x.q):
+            grads = ctx.choice.backward.backend.load(family, f"{family}_bwd")(ctx.problem, x, saved, do, dht)
         return None, None, None, *grads, None  # none for cu_seqlens
 
 
@@ -192,9 +193,9 @@ def _define_prefill(family: Family) -> None:
         raw, options, (_, backend, who, _) = split(args)
         problem, x = family.check(raw, options, who)
         kernel = choose(f"{name}_bwd", problem, backend).backend.load(name, f"{name}_bwd")
-        with on_device_of(x.q):
+        with running_on(x.q):
             grads = kernel(problem, x, (), do.contiguous(), dht)
-        return [_or_empty(d, x.q) if t is None or d is None else d.reshape(t.shape) for d, t in zip(grads, raw)]
+        return [_or_empty(d, x.q) if t is None or d is None else d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, raw)]
 
     @backward_op.register_fake
     def _(do: Tensor, dht: Tensor | None, *args: Any) -> list[Tensor]:

@@ -41,6 +41,12 @@ class Serving(NamedTuple):
 def check_serving(serving: Serving, problem: Problem, q: Tensor, who: str) -> None:
     """Validate a pool with its two vectors, and `out`."""
     _check_state_pool(serving, problem, q.device, who)
+    for name in ("out", "state_pool", "checkpoint_states"):
+        t = getattr(serving, name)
+        if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{who}: {name} is written in place and requires grad; pass {name}.detach(), or call under torch.no_grad()"
+            )
     out = serving.out
     if out is None:
         return

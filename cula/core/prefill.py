@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cula import settings
 from cula.core import checks, operator
-from cula.core.device import on_device_of
+from cula.core.device import running_on
 from cula.core.dispatch import IN_PLACE, Choice, choose_prefill
 from cula.core.explain import explained, is_explaining
 from cula.core.family import Family
@@ -92,9 +92,11 @@ def prefill(
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
 
+    checks.refuse_transforms(who)
     request = describe(family, x, options, serving, checkpoint_every, device, who)
     choice = choose_prefill(request.problem, backend, may_run=not is_explaining.get())
-    checks.refuse_keywords(who, extra or (), options._fields, choice.name, choice.backend.options)
+    known = (*x._fields, *serving._fields, *options._fields, "checkpoint_every", "device", "backend")
+    checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)
     check_values(request)
@@ -160,7 +162,7 @@ def execute(request: Request, choice: Choice) -> Any:
     pool, out, buffer = serving.pool, serving.out, serving.checkpoint_states
     rows = [] if every is None or buffer is None else checkpoint_rows(every, buffer, p, x.cu_seqlens, who)
     states = None
-    with on_device_of(x.q):
+    with running_on(x.q):
         if p.needs_grad:
             o, final_state = operator.Attention.apply(p, choice, type(x), *x)
         elif pool is not None and choice.pool == IN_PLACE and not options.output_final_state:
@@ -179,11 +181,12 @@ def execute(request: Request, choice: Choice) -> Any:
 
 def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -> Any:
     """What makes calls like this one: a record of launches where the backend has one for it, otherwise the chosen kernels without
-    checks and choice. None where the checks had to copy a tensor, which the next call's would need too."""
+    a choice, and without checks where those left every tensor as it came. A record takes tensors as they come, so it is for calls
+    whose tensors were not copied."""
     family, x = request.family, request.x
-    if any(a is not b for a, b in zip(x, given)):
-        return None
-    if request.serving.pool is None:
+    is_copied = any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(x, given))
+    is_as_given = all(a is b for a, b in zip(x, given))
+    if request.serving.pool is None and not is_copied:
         make = choice.backend.find(family.name, f"record_{family.name}_fwd")
         made = None if make is None else make(request.problem, x, request.serving.out)
         if made is not None:
@@ -191,6 +194,9 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
 
     def again(tensors: tuple[Tensor | None, ...]) -> Any:
         count = len(x)
-        return execute(request._replace(x=type(x)(*tensors[:count]), serving=Serving(*tensors[count:])), choice)
+        others, serving = type(x)(*tensors[:count]), Serving(*tensors[count:])
+        if not is_as_given:
+            others = family.check(others, request.problem.options, request.who)[1]
+        return execute(request._replace(x=others, serving=serving), choice)
 
     return again

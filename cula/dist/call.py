@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cula.core.device import running_on
 from cula.dist.comm import Channel, broadcast, collect_rows, group_state, scatter_rows, sum_to
 from cula.dist.cost import Schedule
 from cula.dist.kernels import Inputs, LocalKernels
@@ -193,13 +194,14 @@ class ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         tensors, count = ctx.saved_tensors, len(ctx.inputs._fields)  # read once: reading them may run the forward again
         x, (M, *kept) = ctx.inputs(*tensors[:count]), tensors[count:]
-        grads, d_initial = ctx.call.backward(Saved(x, M, tuple(kept)), do, d_final)
+        with running_on(x.q):
+            grads, d_initial = ctx.call.backward(Saved(x, M, tuple(kept)), do, d_final)
         return None, None, *grads, d_initial, None  # none for cu_seqlens
 
 
 def run(call: Call, x: Inputs, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
     """Make the call, with the tensors' device current: kernels launch there."""
-    with torch.cuda.device_of(x.q):
+    with running_on(x.q):
         if needs_grad:
             return ContextParallel.apply(call, type(x), *x)
         o, final_state, _ = call.forward(x)

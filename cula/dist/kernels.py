@@ -83,7 +83,7 @@ class LocalKernels:
             return [torch.zeros_like(t) if self._has_grad(i, t) else None for i, t in enumerate(given)], _unchanged(x, dht)
         problem, x = self._problem(x)
         *grads, dh0 = self._load(choose(self._op("bwd"), problem, self.backend), "bwd")(problem, x, saved, do, dht)
-        return [None if t is None or d is None else d.view(t.shape) for d, t in zip(grads, given)], dh0
+        return [None if t is None or d is None else d.view(t.shape).to(t.dtype) for d, t in zip(grads, given)], dh0
 
     def state_grad(self, x: Inputs, do: Tensor, dht: Tensor | None) -> Tensor:
         """The gradient of the first states."""

@@ -25,8 +25,8 @@ class KdaInputs(NamedTuple):
     v: Tensor  # [B, T, HV, V]
     g: Tensor  # [B, T, HV, K], or [B, T, HV]: one gate a head
     beta: Tensor  # [B, T, HV]
-    A_log: Tensor | None = None  # [HV] float32
-    dt_bias: Tensor | None = None  # [HV, K] float32, or [HV] with one gate a head
+    A_log: Tensor | None = None  # [HV] float32 once checked; as models keep it, before
+    dt_bias: Tensor | None = None  # [HV, K] float32, or [HV] with one gate a head; likewise
     initial_state: Tensor | None = None  # [N, HV, V, K] float32
     cu_seqlens: Tensor | None = None  # [N + 1] int32
 
@@ -81,13 +81,13 @@ def check_kda(x: KdaInputs, options: KdaOptions, who: str = "cula_kda") -> tuple
     B, T, HV, K = tokens["B"], tokens["T"], tokens["HV"], tokens["K"]
     has_scalar_gate = _check_gate_and_beta(who, x.g, x.beta, (B, T), "[B, T", HV, K)
     checks.check_devices(who, x.q.device, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias)
-    dt_bias = check_gate(who, options, x.A_log, x.dt_bias, HV, K, has_scalar_gate)
+    A_log, dt_bias = check_gate(who, options, x.A_log, x.dt_bias, HV, K, has_scalar_gate)
     problem = KdaProblem(**tokens, g_dtype=x.g.dtype, beta_dtype=x.beta.dtype, has_scalar_gate=has_scalar_gate)
     return problem, normalise_tokens(
         x,
         g=x.g.resolve_neg() if has_scalar_gate else checks.unit_last_stride(x.g),
         beta=x.beta.resolve_neg(),
-        A_log=None if x.A_log is None else x.A_log.contiguous(),
+        A_log=None if A_log is None else A_log.contiguous(),
         dt_bias=None if dt_bias is None else dt_bias.contiguous(),
     )
 
@@ -96,6 +96,11 @@ def check_kda_values(x: KdaInputs, problem: KdaProblem, who: str = "cula_kda") -
     """The checks that read data: NaN and Inf, the sign of a log decay. Synchronises on a GPU."""
     checks.check_finite(who, x)
     _check_log_decay(x.g, problem.gate, who)
+    if problem.gate == "log" and problem.options.safe_gate and bool((x.g < LOWER_BOUND_MIN).any()):
+        raise ValueError(
+            f"{who}: g holds a log decay of {float(x.g.min()):.3g}, and safe_gate=True promises {LOWER_BOUND_MIN:g} or more; "
+            "leave safe_gate out"
+        )
 
 
 # Decode
@@ -127,11 +132,11 @@ def check_kda_decode(
             raise ValueError(f"{who}: mode 'kda' needs {name}=")
     assert x.g is not None and x.beta is not None
     has_scalar_gate = _check_gate_and_beta(who, x.g, x.beta, dims.lead, dims.lead_name, dims.HV, dims.K)
-    dt_bias = check_gate(who, options, x.A_log, x.dt_bias, dims.HV, dims.K, has_scalar_gate)
+    A_log, dt_bias = check_gate(who, options, x.A_log, x.dt_bias, dims.HV, dims.K, has_scalar_gate)
     own = {
         "g": x.g.resolve_neg() if has_scalar_gate else checks.unit_last_stride(x.g),
         "beta": x.beta.resolve_neg(),
-        "A_log": None if x.A_log is None else x.A_log.resolve_neg(),
+        "A_log": None if A_log is None else A_log.resolve_neg(),
         "dt_bias": None if dt_bias is None else dt_bias.resolve_neg(),
     }
     return own, {"has_scalar_gate": has_scalar_gate, "g_dtype": x.g.dtype, "beta_dtype": x.beta.dtype}
@@ -164,8 +169,12 @@ def check_gate(
     HV: int,
     K: int,
     has_scalar_gate: bool,
-) -> Tensor | None:
-    """The gate's parameters; returns dt_bias as [HV, K] (or [HV] with one gate a head)."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gate's parameters as kernels read them, in float32: A_log [HV], and dt_bias [HV, K] (or [HV] with one gate a head).
+
+    Models keep them in other dtypes (`model.bfloat16()`, mixed precision) and shapes (`[1, 1, HV, 1]`); converting is part of the
+    graph, so that gradients have the parameters' own.
+    """
     bound = options.lower_bound
     if bound is not None:
         if not isinstance(bound, (int, float)):
@@ -178,7 +187,7 @@ def check_gate(
         for name, given in (("A_log", A_log), ("dt_bias", dt_bias)):
             if given is not None:
                 raise ValueError(f"{who}: {name} was given, but g is a log decay already; pass use_gate_in_kernel=True")
-        return None
+        return None, None
     if getattr(options, "safe_gate", False) and bound is None:
         raise ValueError(
             f"{who}: safe_gate=True with use_gate_in_kernel=True promises a bounded gate; pass lower_bound in [-5, 0)"
@@ -186,20 +195,29 @@ def check_gate(
     if A_log is None and bound is None:
         raise ValueError(f"{who}: use_gate_in_kernel=True needs A_log [HV] (it may be None only with lower_bound)")
     if A_log is not None:
-        checks.check_shape(who, "A_log", A_log, "[HV]", (HV,))
-        checks.check_dtype(who, "A_log", A_log, (torch.float32,))
+        checks.check_tensor(who, "A_log", A_log)
+        if A_log.numel() != HV:
+            raise ValueError(f"{who}: A_log has shape {checks.shape_of(A_log)}; expected HV = {HV} elements, [HV] = {[HV]}")
+        checks.check_dtype(who, "A_log", A_log, IO_DTYPES)
+        A_log = _as_float32(A_log, (HV,))
     if dt_bias is None:
-        return None
+        return A_log, None
     checks.check_tensor(who, "dt_bias", dt_bias)
-    checks.check_dtype(who, "dt_bias", dt_bias, (torch.float32,))
+    checks.check_dtype(who, "dt_bias", dt_bias, IO_DTYPES)
     if has_scalar_gate:
         checks.check_shape(who, "dt_bias", dt_bias, "[HV]", (HV,))
-        return dt_bias
+        return A_log, _as_float32(dt_bias, (HV,))
     if dt_bias.shape not in ((HV * K,), (HV, K)):
         raise ValueError(
             f"{who}: dt_bias has shape {checks.shape_of(dt_bias)}; expected [HV, K] = {[HV, K]} or [HV * K] = {[HV * K]}"
         )
-    return dt_bias if dt_bias.dim() == 2 else dt_bias.reshape(HV, K)
+    return A_log, _as_float32(dt_bias, (HV, K))
+
+
+def _as_float32(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor itself where it is so already."""
+    t = t if t.shape == shape else t.reshape(shape)
+    return t if t.dtype == torch.float32 else t.float()
 
 
 def _check_log_decay(g: Tensor, gate: str, who: str) -> None:

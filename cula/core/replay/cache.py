@@ -40,8 +40,8 @@ class ReplayCache:
         self._first: Any = None  # looks through them; there once something is
 
     def run(self, tensors: Tensors, static_args: Hashable) -> Any:
-        """What the record for such a call returns. NotImplemented: there is none; None: there is one that does not fit. Either way
-        the call goes the long way."""
+        """What the record for such a call returns. NotImplemented: there is none; None: there is one that does not fit. The call
+        then goes the long way."""
         if self._first is None or settings.check_values():
             return NotImplemented
         done = self._first(self._latest, tensors, static_args)

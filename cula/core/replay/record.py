@@ -70,8 +70,8 @@ class Resized(NamedTuple):
 class Sizes(NamedTuple):
     """Which sizes may differ between the calls of one record, and what follows from them.
 
-    A serving engine's prefill has another number of tokens and of sequences at every step. Strides of tokens and heads, dtypes and
-    options stay, and so do kernels; what changes is in `Resized`, which takes a few microseconds to work out.
+    A serving engine's prefill has another number of tokens and of sequences at every step. Strides of tokens and heads, dtypes
+    and options stay, and so do kernels; what changes is in `Resized`, which takes a few microseconds to work out.
     """
 
     # For each tensor of a call None, or for each dimension 0: as recorded; n > 0: the n-th size; n < 0: one more than that.

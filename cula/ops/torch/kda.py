@@ -105,7 +105,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
         if keeps_all:
             S = saved[0][slab.start : slab.stop]
         else:
-            S = _chunk_states(tile, slab, slab_states.pop())
+            S = _chunk_states(tile, slab, slab_states.pop().clone())  # the saved ones may be read again
         dO = plan.take(do, slab, compute)
         # The scan backwards, X = beta (v - kg S^T). Only dS crosses chunks.
         dU = tile.Aqk.mT @ dO

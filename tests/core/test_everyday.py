@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ordinary training loop does around a call: autocast, parameters in other dtypes, graphs that run twice, transforms."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cula
+from cula import reference
+from cula.reference import relative_error
+from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall, LightningCall
+
+NAMES = {"q": "Q", "k": "K", "v": "V"}
+
+
+def kda(tensors, backend, **more):
+    return cula.cula_kda(**tensors, backend=backend, output_final_state=True, **more)
+
+
+def lightning(tensors, backend, **more):
+    named = {NAMES.get(n, n): t for n, t in tensors.items()}
+    return cula.cula_lightning(**named, backend=backend, output_final_state=True, **more)
+
+
+GATED = KdaCall(T=70, gate="softplus", norm=True, beta="sigmoid")
+CALLS = {
+    "kda": (kda, GATED, GATED.switches()),
+    "lightning": (lightning, LightningCall(T=70), {}),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request, device):
+    function, described, switches = CALLS[request.param]
+    return lambda backend, leaves=(), change=lambda t: t: (lambda t: (t, function(t, backend, **switches)))(
+        change({n: t.requires_grad_() if n in leaves and t is not None else t for n, t in described.tensors(device).items()})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(backend, device, call, dtype):
+    leaves = ("q", "k", "v", "g", "beta", "initial_state")
+    results = []
+    for enabled in (False, True):
+        with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            t, (o, state) = call(backend, leaves)
+            wanted = [t[n] for n in leaves if t.get(n) is not None]
+            grads = torch.autograd.grad(o.square().sum() + state.sum(), wanted)
+        results.append([o, state, *grads])
+    for a, b in zip(*results):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_autocast_around_decode_changes_nothing(backend, device):
+    described = KdaCall(T=2, B=3, gate="bounded")
+    t = {n: x for n, x in described.tensors(device).items() if n not in ("initial_state", "cu_seqlens")}
+    results = []
+    for enabled in (False, True):
+        pool = torch.ones(3, 2, 32, 32, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            o, _ = cula.cula_decode(**t, **described.switches(), state=pool, backend=backend)
+        results.append((o, pool))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(-1,), (1, 1, -1, 1)], ids=["flat", "kimi"])
+def test_parameters_in_other_dtypes_and_shapes(backend, device, dtype, shape):
+    """`model.bfloat16()`, FSDP2's mixed precision, and Kimi-Linear's A_log [1, 1, H, 1]."""
+    t = GATED.tensors(device)
+    t["A_log"], t["dt_bias"] = t["A_log"].to(dtype).reshape(shape), t["dt_bias"].to(dtype)
+    leaves = {n: x.requires_grad_() for n, x in t.items() if n in ("A_log", "dt_bias", "q")}
+    o, _ = kda(t, backend, **GATED.switches())
+    grads = torch.autograd.grad(o.square().sum(), list(leaves.values()))
+    exact = {n: x.detach().double().requires_grad_() if n in leaves else x for n, x in t.items()}
+    want, _ = reference.kda(**exact | {"A_log": exact["A_log"].reshape(-1)}, **GATED.switches())
+    want_grads = torch.autograd.grad(want.square().sum(), [exact[n] for n in leaves])
+    assert relative_error(o, want) < TOLERANCE[torch.float32]
+    for name, got, right in zip(leaves, grads, want_grads):
+        assert got.dtype == t[name].dtype and got.shape == t[name].shape, name
+        assert relative_error(got, right) < (GRADIENT_TOLERANCE[dtype] if name != "q" else 1e-5), name
+
+
+def test_parameters_in_bfloat16_in_decode(backend, device):
+    described = KdaCall(T=1, B=3, gate="softplus")
+    t = {n: x for n, x in described.tensors(device).items() if n not in ("initial_state", "cu_seqlens")}
+    t["A_log"], t["dt_bias"] = t["A_log"].bfloat16(), t["dt_bias"].bfloat16()
+    pool = torch.randn(3, 2, 32, 32, device=device)
+    want, *_ = reference.decode(**t, **described.switches(), state=pool)
+    o, _ = cula.cula_decode(**t, **described.switches(), state=pool, backend=backend)
+    assert relative_error(o, want) < 1e-5
+
+
+def test_a_graph_runs_backward_twice(backend, call):
+    leaves = ("q", "k", "v", "initial_state")
+    t, (o, state) = call(backend, leaves)
+    loss, wanted = o.square().sum() + state.sum(), [t[n] for n in leaves]
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    second = torch.autograd.grad(loss, wanted)
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(backend, device, use_reentrant):
+    results = []
+    for again in (False, True):
+        t = GATED.tensors(device)
+        q = t.pop("q").requires_grad_()
+        run = lambda q, t=t: kda({"q": q, **t}, backend, **GATED.switches())[0]
+        o = checkpoint(run, q, use_reentrant=use_reentrant) if again else run(q)
+        results.append((o, *torch.autograd.grad(o.square().sum(), [q])) if not use_reentrant else (o, _backward(o, q)))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def _backward(o, q):
+    o.square().sum().backward()
+    return q.grad
+
+
+GRADIENTS = {
+    "expanded": lambda like: torch.ones((), device=like.device).expand(like.shape),
+    "a transposed view": lambda like: torch.randn(like.transpose(1, -1).shape, device=like.device).transpose(1, -1),
+    "every other number": lambda like: torch.randn(*like.shape, 2, device=like.device)[..., 0],
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_come_in_any_layout(backend, call, kind):
+    leaves = ("q", "k", "v", "initial_state")
+    t, (o, state) = call(backend, leaves)
+    wanted = [t[n] for n in leaves]
+    torch.manual_seed(0)
+    do, dht = GRADIENTS[kind](o), GRADIENTS[kind](state)
+    got = torch.autograd.grad([o, state], wanted, [do, dht], retain_graph=True)
+    want = torch.autograd.grad([o, state], wanted, [do.contiguous(), dht.contiguous()], retain_graph=True)
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
+    for outputs, given in (([o], [do]), ([state], [dht])):  # the other one is None
+        assert all(g is not None for g in torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=False))
+
+
+def test_transforms_get_one_clear_error():
+    given, q = KdaCall(T=5).tensors(), torch.randn(1, 5, 1, 32)
+
+    def run(q):
+        return kda(given | {"q": q}, "auto")[0].sum()
+
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"torch\.autograd\.grad"):
+            transform(run)(q if transform is torch.func.grad else q[None])
+
+
+@pytest.mark.parametrize("name", ["out", "state_pool"])
+def test_what_is_written_must_not_require_grad(name):
+    t = KdaCall(T=5, initial_state=False).tensors()
+    given = {
+        "out": {"out": torch.zeros(1, 5, 2, 32, requires_grad=True)},
+        "state_pool": {
+            "state_pool": torch.zeros(1, 2, 32, 32, requires_grad=True),
+            "initial_state_indices": torch.tensor([0]),
+        },
+    }[name]
+    with pytest.raises(ValueError, match=f"{name} is written in place and requires grad"):
+        cula.cula_kda(**t, **given)
+
+
+def test_a_misspelt_keyword_names_the_right_one():
+    t = KdaCall(T=5).tensors()
+    with pytest.raises(TypeError, match="'use_gate_in_kernal'; did you mean 'use_gate_in_kernel'"):
+        cula.cula_kda(**t, use_gate_in_kernal=True)
+    with pytest.raises(TypeError, match="'inital_state_indices'; did you mean 'initial_state_indices'"):
+        cula.cula_kda(**t, inital_state_indices=True)
+
+
+def test_cula_check_finds_decays_that_break_the_promise(monkeypatch):
+    t = KdaCall(T=5).tensors()
+    t["g"] = torch.full_like(t["g"], -6.0)
+    cula.cula_kda(**t, safe_gate=True)
+    monkeypatch.setenv("CULA_CHECK", "1")
+    with pytest.raises(ValueError, match="log decay of -6, and safe_gate=True promises -5 or more"):
+        cula.cula_kda(**t, safe_gate=True)
