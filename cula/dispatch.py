@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from cula import settings
 from cula.contract import DecodeProblem, KdaProblem, LightningProblem
 from cula.ops.cute.toolchain import loader
+from cula.ops.triton import backend as triton_backend
 
 logger = logging.getLogger("cula")
 
@@ -122,24 +122,6 @@ def _find(package: str, op: str) -> Callable[..., Any] | None:
 
 
 def _torch_why_not(op: str, problem: Problem) -> str | None:
-    return None
-
-
-TRITON_HEAD_DIMS = (32, 64, 128, 256)
-
-
-def _triton_why_not(op: str, problem: Problem) -> str | None:
-    if problem.device != "cuda" and not settings.triton_is_interpreted():
-        return f"needs an NVIDIA GPU, and the tensors are on {problem.device}"
-    if problem.sm is not None and problem.sm < (8, 0):
-        return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
-    if problem.K not in TRITON_HEAD_DIMS or problem.V not in TRITON_HEAD_DIMS:
-        return f"takes head dims {TRITON_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
-    if isinstance(problem, KdaProblem) and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
-        if problem.dtype == torch.float32:
-            return "float32 with K = 256 does not fit the tensor memory of this GPU"
-        if problem.gate != "bounded" and not problem.options.safe_gate:
-            return "decays without a bound with K = 256 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
     return None
 
 
@@ -262,7 +244,7 @@ BACKENDS: tuple[Backend, ...] = (
         "triton",
         "cula.ops.triton",
         "portable GPU kernels, SM80 and later",
-        _triton_why_not,
+        triton_backend.why_not,
         device="cuda",
         requires=("triton",),
         install="pip install triton",

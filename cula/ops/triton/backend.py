@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this backend serves. `cula.dispatch` asks, on machines without Triton too: nothing here imports it."""
+
+from __future__ import annotations
+
+import torch
+
+from cula import settings
+from cula.contract import DecodeProblem, KdaProblem, LightningProblem
+
+HEAD_DIMS = (32, 64, 128, 256)
+
+
+def why_not(op: str, problem: KdaProblem | LightningProblem | DecodeProblem) -> str | None:
+    """Why it does not take a call, in one sentence; None if it does."""
+    if problem.device != "cuda" and not settings.triton_is_interpreted():
+        return f"needs an NVIDIA GPU, and the tensors are on {problem.device}"
+    if problem.sm is not None and problem.sm < (8, 0):
+        return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
+    if problem.K not in HEAD_DIMS or problem.V not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    if isinstance(problem, KdaProblem) and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
+        if problem.dtype == torch.float32:
+            return "float32 with K = 256 does not fit the tensor memory of this GPU"
+        if problem.gate != "bounded" and not problem.options.safe_gate:
+            return "decays without a bound with K = 256 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
+    return None
