@@ -30,7 +30,7 @@ MODULE_OF = {
     "kda_fwd": "kda",
     "kda_fwd_again": "kda",
     "kda_bwd": "kda",
-    "kda_map": "kda",
+    "kda_transition": "kda",
     "kda_state_grad": "kda",
     "lightning_fwd": "lightning",
     "lightning_fwd_again": "lightning",
@@ -39,7 +39,7 @@ MODULE_OF = {
     "lightning_map": "lightning",
     "lightning_state_grad": "lightning",
     "decode": "decode",
-    "decode_again": "decode",
+    "record_decode": "decode",
 }
 
 

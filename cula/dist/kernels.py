@@ -86,7 +86,7 @@ class KdaKernels:
             B = _unchanged(x, None)
             return torch.eye(K, device=B.device).expand(*B.shape[:2], K, K), B
         problem, x = self._problem(x)
-        return select("kda_map", problem, self.backend)(problem, x)
+        return select("kda_transition", problem, self.backend)(problem, x)
 
     def backward(
         self, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None

@@ -207,7 +207,7 @@ def test_the_affine_map_takes_first_states_to_last_ones(backend, device, call):
     tensors = call.tensors(device)
     options = KdaOptions(**{n: v for n, v in call.switches().items()})
     problem, x = contract.check_kda(KdaInputs(**tensors), options)
-    M, B = select("kda_map", problem, backend)(problem, x)
+    M, B = select("kda_transition", problem, backend)(problem, x)
     assert relative_error(x.initial_state @ M + B, run_reference(call, tensors)[1]) < TOLERANCE[call.dtype]
 
 

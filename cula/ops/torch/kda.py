@@ -10,7 +10,7 @@ One chunk of one value head, S stored [V, K], G the running sum of the log decay
     S  <- S diag(exp(G_C)) + U^T kr                                        [V, K]
 
 The last line is the chunk's affine map, S <- S M + B with M = diag(exp(G_C)) - (kg beta)^T T^T kr: kept in this factored
-form, it is applied to states here and, in `kda_map`, to [identity; zero], which yields M and B of a whole sequence.
+form, it is applied to states here and, in `kda_transition`, to [identity; zero], which yields M and B of a whole sequence.
 
 Schedule: chunks are visited in slabs of consecutive steps (`chunks.py`). A slab is prepared in one batch (everything
 above that does not know S), then its steps run one after another, each over all sequences still alive. Slabs are
@@ -68,7 +68,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Kda
     )
 
 
-def kda_map(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
+def kda_transition(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
     """(M, B) of each sequence: its last state is h0 @ M + B. q is not read."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
@@ -153,7 +153,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Te
 def kda_state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
     """Gradient of each sequence's first state alone, [N, HV, V, K]: the backward scan without the rest of `kda_bwd`.
 
-    It equals dht @ M^T + C with M of `kda_map` and C the result at dht = 0. v and initial_state are not read.
+    It equals dht @ M^T + C with M of `kda_transition` and C the result at dht = 0. v and initial_state are not read.
     """
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)

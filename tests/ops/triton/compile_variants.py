@@ -103,7 +103,7 @@ def compile_all(arch: int, part: int) -> list[dict]:
     if part == 0:
         record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))
     else:
-        record("kda map, bf16 128", lambda: kda.kda_map(replace(problem, sm=sm), x))
+        record("kda transition, bf16 128", lambda: kda.kda_transition(replace(problem, sm=sm), x))
     for name, call in wanted(LIGHTNING).items():
         p, y = contract.check_lightning(LightningInputs(**call.tensors()), output_final_state=True)
         p = replace(p, sm=sm)

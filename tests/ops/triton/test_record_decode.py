@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of decode on Triton: what they launch, without a GPU. `tests/test_plans.py` runs them on one."""
+"""Recorded decode calls on Triton: what they launch, without a GPU. `tests/test_plans.py` runs them on one."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch
 from cula.contract import DecodeInputs, DecodeOptions, check_decode
 from cula.ops.native import launcher
 from cula.ops.triton import decode
-from cula.ops.triton.launch import ALIGNMENT
+from cula.ops.triton.launch import ALIGNMENT, Variant
 from tests.support.plans import plan_on_cpu, run_plan
 
 N, H, D, STREAM = 3, 2, 32, 77
@@ -26,20 +26,16 @@ def given(mode="kda", T=1, packed=False, **more) -> tuple[DecodeInputs, DecodeOp
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What is launched: (arguments of `Launch`, arguments of the launch); and whether launches are ready."""
+    """What is launched: tensors of what was recorded, arguments of the launch; and whether launches are ready."""
     made, done, ready = [], [], [True]
 
-    class Launch:
-        device = 0
+    def record(self, grid, of, /, **named):
+        names = self.kernel.tensors
+        made.append([named[name] for name in names])
+        return 0, launcher([of[n] for n in names], lambda stream, *addresses: done.append((stream, *addresses)), None)
 
-        def __init__(self, kernel, grid, tensors, rest, of, **options):
-            made.append((grid, tensors, rest, options))
-            self.run = launcher(of, lambda stream, *addresses: done.append((stream, *addresses)), None)
-
-        def is_ready(self):
-            return ready[0]
-
-    monkeypatch.setattr(decode, "Launch", Launch)
+    monkeypatch.setattr(Variant, "record", record)
+    monkeypatch.setattr(decode, "is_ready", lambda: ready[0])
     plan_on_cpu(monkeypatch, device=0, stream=STREAM)
     return made, done, ready
 
@@ -64,11 +60,11 @@ def test_a_plan_passes_addresses_in_the_kernels_order(launches, call, has_out):
     x, options = call
     x = x._replace(out=torch.empty_like(x.v)) if has_out else x
     problem, rows, _ = check_decode(x, options)
-    again = decode.decode_again(problem, rows, x)
+    again = decode.record_decode(problem, rows, x)
     o, state = run_plan(again, x)
     assert state is x.state
     assert o is x.out if has_out else o.shape == x.v.shape and o.is_contiguous()
-    (_, tensors, _, _), (arguments,) = made[0], done
+    tensors, (arguments,) = made[0], done
     addresses = [0 if t is None else t.data_ptr() for t in (*tensors[:-1], o)]
     assert arguments == (STREAM, *addresses)
     ready[0] = False
@@ -82,9 +78,9 @@ def test_addresses_that_the_kernel_was_not_compiled_for(launches, name):
     x, options = given("lightning" if name == "decay" else "kda", **drafts)
     x = x._replace(out=torch.empty_like(x.v))
     problem, rows, _ = check_decode(x, options)
-    again = decode.decode_again(problem, rows, x)
+    again = decode.record_decode(problem, rows, x)
     t = getattr(x, name)
     moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     assert moved.data_ptr() % ALIGNMENT
-    parameter = decode.decode_kernel.arg_names[DecodeInputs._fields.index(name)]
-    assert (run_plan(again, x._replace(**{name: moved})) is not None) == (parameter in decode.ANY_ADDRESS)
+    parameter = decode.decode_kernel.tensors[DecodeInputs._fields.index(name)]
+    assert (run_plan(again, x._replace(**{name: moved})) is not None) == (parameter in decode.decode_kernel.any_address)
