@@ -36,7 +36,7 @@ MODULE_OF = {
     "lightning_fwd_again": "lightning",
     "lightning_fwd_pool": "lightning",
     "lightning_bwd": "lightning",
-    "lightning_map": "lightning",
+    "lightning_transition": "lightning",
     "lightning_state_grad": "lightning",
     "decode": "decode",
     "record_decode": "decode",

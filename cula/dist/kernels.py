@@ -142,7 +142,7 @@ class LightningKernels:
             return B.new_ones(*B.shape[:2], 1, 1), B
         problem, x = self._problem(x)
         backend = choose("lightning_fwd", problem, self.backend).backend
-        kernel = backend.find("lightning_map")
+        kernel = backend.find("lightning_transition")
         if kernel is not None:
             return kernel(problem, x)
         _, B = backend.load("lightning_fwd")(problem, x)

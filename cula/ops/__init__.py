@@ -18,7 +18,7 @@ may be anything), offsets are int32; they, states and a gate's parameters are co
 |                | `lightning_fwd_pool(problem, x, pool, indices,   | o; states come from a pool's slots and go       |
 |                | has_initial_state, out)` (optional)              | there. None: not this pool                      |
 |                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |
-|                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
+|                | `lightning_transition(problem, x)`               | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
 |                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |
 | `decode.py`    | `decode(problem, x)`                             | `o [N, T, HV, V]`; writes x.state, ..., x.out   |
 |                | `record_decode(problem, x, given)` (optional)    | a `Plan` for calls like this one, or None       |

@@ -68,7 +68,7 @@ def _check_map(problem, x, family, h0, do, dht):
     """Last state = h0 M + B and dh0 = dht M^T + C, against the whole forward and backward of the same backend."""
     forward, backward = select(f"{family}_fwd", problem), select(f"{family}_bwd", problem)
     final_state = forward(problem, x)[1]
-    M, B = select(f"{family}_map", problem)(problem, x)
+    M, B = select(f"{family}_transition", problem)(problem, x)
     affine = Affine(M, B)
     assert relative_error(affine(h0), final_state) < 1e-5
     assert M.shape[-1] == (problem.K if family == "kda" else 1)

@@ -67,7 +67,7 @@ def lightning_bwd(
     return dq, dk, dv, plan.by_sequence(dS).float() if p.has_initial_state else None
 
 
-def lightning_map(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:
+def lightning_transition(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:
     """(M, B) of each sequence: its last state is M h0 + B, with M [N, HV, 1, 1] one number a head. q is not read."""
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)

@@ -92,7 +92,7 @@ class Kernel:
             raise TypeError(f"{self.name} takes {', '.join(parameters)}; its description says {', '.join(expected)}")
         self.tensors, self.constants, self.any_address = tuple(tensors), tuple(constants), frozenset(any_address)
         self.arguments = tuple(expected[: len(expected) - len(constants)])
-        self.in_order = itemgetter(*self.arguments)  # {name: argument} -> arguments as the kernel takes them
+        self._pick = itemgetter(*self.arguments)
         self.num_tensors, self.num_strides, self.num_numbers = len(tensors), len(strides), len(numbers)
         self.jit: Any = triton.jit(do_not_specialize=[*numbers, *floats], do_not_specialize_on_alignment=[*any_address])(function)
         self.is_compiled = isinstance(self.jit, JITFunction)  # otherwise it is interpreted
@@ -106,8 +106,17 @@ class Kernel:
         options = {name: value for name, value in given.items() if name in OPTIONS and value is not None}
         return Variant(self, {name: given[name] for name in self.constants}, options)
 
-    def misnamed(self, named: Mapping[str, Any]) -> TypeError:
-        """What is wrong with the names of a launch."""
+    def in_order(self, named: Mapping[str, Any]) -> tuple:
+        """Arguments by name, as the kernel takes them."""
+        try:
+            arguments = self._pick(named)
+        except KeyError:
+            raise self._misnamed(named) from None
+        if len(named) != len(arguments):
+            raise self._misnamed(named)
+        return arguments
+
+    def _misnamed(self, named: Mapping[str, Any]) -> TypeError:
         missing, unknown = [n for n in self.arguments if n not in named], [n for n in named if n not in self.arguments]
         said = [f"{what} {', '.join(names)}" for what, names in (("wants", missing), ("does not take", unknown)) if names]
         return TypeError(f"{self.name} {' and '.join(said)}")
@@ -125,12 +134,7 @@ class Variant:
 
     def __call__(self, grid: int, /, **named: Any) -> None:
         kernel = self.kernel
-        try:
-            arguments = kernel.in_order(named)
-        except KeyError:
-            raise kernel.misnamed(named) from None
-        if len(named) != len(arguments):
-            raise kernel.misnamed(named)
+        arguments = kernel.in_order(named)
         if not grid:
             return
         first = arguments[0]
@@ -153,7 +157,7 @@ class Variant:
         )
         launch = self._known.get(key)
         if launch is None:
-            self._check_kinds(strides, rest)
+            self._check_floats(rest)
             self._known[key] = self._direct(self._by_triton(grid, arguments), strides, rest)
         elif not launch(current_stream(device), grid, addresses, strides, rest):
             self._by_triton(grid, arguments)
@@ -183,13 +187,12 @@ class Variant:
     def _by_triton(self, grid: int, arguments: tuple) -> Any:
         return self.kernel.jit[(grid,)](*arguments, *self.constants.values(), **self.options)
 
-    def _check_kinds(self, strides: tuple, rest: tuple) -> None:
-        """Numbers and strides have been read as integers; what is no float would be compiled as an integer."""
-        kernel = self.kernel
-        names = kernel.arguments[kernel.num_tensors + kernel.num_strides :]
-        for name, value in [*zip(names, rest)][kernel.num_numbers :]:
+    def _check_floats(self, rest: tuple) -> None:
+        """Triton would compile for an integer where one is given. That numbers are integers shows when the key is made."""
+        floats = rest[self.kernel.num_numbers :]
+        for name, value in zip(self.kernel.arguments[len(self.kernel.arguments) - len(floats) :], floats):
             if not isinstance(value, float):
-                raise TypeError(f"{kernel.name}: {name} is {value!r}; a float is needed")
+                raise TypeError(f"{self.kernel.name}: {name} is {value!r}; a float is needed")
 
     def _direct(self, compiled: Any, strides: tuple, rest: tuple) -> Direct:
         """How to launch this compiled kernel; `strides` and `rest` say how many numbers there are, and of which kind."""

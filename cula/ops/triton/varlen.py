@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import kernel
+from .memory import allocator
 
 BN = tl.constexpr(128)  # sequences counted at once
 
@@ -50,8 +51,8 @@ _span_table = span_table_kernel.variant(BLOCK=256)
 
 def span_table(cu_seqlens: Tensor, N: int, span: int, capacity: int) -> tuple[Tensor, Tensor]:
     """`span_seq` [capacity] and `span_base` [N + 1] of the kernel, int32."""
-    span_seq = torch.empty(capacity, dtype=torch.int32, device=cu_seqlens.device)
-    span_base = torch.empty(N + 1, dtype=torch.int32, device=cu_seqlens.device)
+    new = allocator(cu_seqlens.device)
+    span_seq, span_base = new((capacity,), torch.int32), new((N + 1,), torch.int32)
     _span_table(N, cu_seqlens=cu_seqlens, span_seq=span_seq, span_base=span_base, N=N, capacity=capacity, span=span)
     return span_seq, span_base
 
