@@ -18,6 +18,7 @@ state_indices[n, max(a - 1, 0)] (n without indices):  intermediate_states[n, a -
 otherwise the pool's slot. A null slot makes the row padding: zeros come out, no state is read or written.
 
 States move at the speed of memory: 2 * N * HV * V * K * (bytes an element), once in and once out, is the floor.
+The kernel is in `decode_kernel.py`.
 Limits: K <= 256 (any V). Grid: 1-D, so N is bounded only by 2^31 programs; for any N there are two kernels at most.
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.contract import DecodeInputs, DecodeProblem
+from cula.contract import DecodeInputs, DecodeOptions, DecodeProblem
 from cula.ops.host import form_of
 from cula.ops.native import Address, Recipe
 
@@ -67,12 +68,10 @@ def _strides(t: Tensor | None, T: int) -> tuple[int, ...] | None:
 
 def _schedule(problem: DecodeProblem) -> tuple[int, Variant]:
     """How many programs run, and of which kernel."""
-    options, T = problem.options, problem.T
-    BK = 1 << (problem.K - 1).bit_length()
-    BV, num_warps = _tiles(problem, BK)
-    grid = problem.N * problem.HV * -(-problem.V // BV)
-    return grid, _kernel(problem.sm, (T, problem.H, problem.HV, problem.K, problem.V), BV, num_warps, problem.pool_dtype.itemsize,
-                         (problem.gate, problem.has_scalar_gate, problem.has_token_indices), options)  # fmt: skip
+    p = problem
+    BV, num_warps = _tiles(p, 1 << (p.K - 1).bit_length())
+    dims, gate = (p.T, p.H, p.HV, p.K, p.V), (p.gate, p.has_scalar_gate, p.has_token_indices)
+    return p.N * p.HV * -(-p.V // BV), _kernel(p.sm, dims, BV, num_warps, p.pool_dtype.itemsize, gate, p.options)
 
 
 @functools.cache
@@ -83,8 +82,9 @@ def _kernel(
     num_warps: int,
     state_bytes: int,
     gate: tuple[str, bool, bool],
-    options: Any,
+    options: DecodeOptions,
 ) -> Variant:
+    """Of nothing but what the kernel is compiled for: not of N."""
     T, H, HV, K, V = dims
     # Programmatic dependent launch: blocks may come to the multiprocessors while the kernel in front, whichever it is, still runs
     # there, and wait for its end before they read anything.

@@ -126,11 +126,11 @@ def _kernels(
     heads: tuple[int, int, int, int], K: int, V: int, BT: int, BV: int, num_warps: int, num_stages: int, reverse: bool
 ) -> tuple[Variant, Variant]:
     """The kernel of segments and that of the recurrence; heads are HV and those of the roles q, k and v."""
-    HV, HQ, HK, HVV = heads
+    HV, num_q, num_k, num_v = heads
     constants = dict(
         HV=HV,
-        GK=HV // HK,
-        GV=HV // HVV,
+        GK=HV // num_k,
+        GV=HV // num_v,
         K=K,
         V=V,
         BT=BT,
@@ -141,7 +141,7 @@ def _kernels(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    return lightning_segment_kernel.variant(**constants), lightning_recurrence_kernel.variant(**constants, GQ=HV // HQ)
+    return lightning_segment_kernel.variant(**constants), lightning_recurrence_kernel.variant(**constants, GQ=HV // num_q)
 
 
 def _attend(
@@ -161,10 +161,10 @@ def _attend(
     dimension, as for dq and dk, where the roles of K and V trade places.
     """
     q, k, v = roles
-    (HQ, K), (HK, _), (HVV, V) = q.shape[2:], k.shape[2:], v.shape[2:]
+    (num_q, K), (num_k, _), (num_v, V) = q.shape[2:], k.shape[2:], v.shape[2:]
     HV, size = problem.HV, K * V
     s = schedule_lightning(problem, K, V, multiprocessors(k.device))
-    segment, recurrence = _kernels((HV, HQ, HK, HVV), K, V, s.BT, s.BV, s.num_warps, s.num_stages, reverse)
+    segment, recurrence = _kernels((HV, num_q, num_k, num_v), K, V, s.BT, s.BV, s.num_warps, s.num_stages, reverse)
     grid = s.num_segments * HV * -(-V // s.BV)
     common = {
         "k": k,

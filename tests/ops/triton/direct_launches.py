@@ -3,9 +3,9 @@
 
     python -m tests.ops.triton.direct_launches
 
-Kernels are compiled by Triton as for a GPU (sm_90) and nothing is executed. A process of its own, because the interpreter that the
-other tests use and the compiler cannot share one. Prints, as JSON, for each call how many launches were made, how many of them went
-to the driver directly, and the kernels whose arguments arrived otherwise than they were given.
+Kernels are compiled by Triton as for a GPU (sm_90) and nothing is executed. A process of its own, because the interpreter that
+the other tests use and the compiler cannot share one. Prints, as JSON, for each call how many launches were made, how many of
+them went to the driver directly, and the kernels whose arguments arrived otherwise than they were given.
 """
 
 from __future__ import annotations
