@@ -164,13 +164,13 @@ def pairs_half(
     i_h = tl.program_id(0) // (2 * NK) % HV
     i_c = tl.program_id(0) // (2 * NK * HV)
     i_b, t0, num = chunk_span(i_c, cu_seqlens, chunk_seq, chunk_base, T, NT, IS_PACKED, C)
-    o_k = i_k * BK + tl.arange(0, BK)
-    o_part = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + o_k
     if num <= HALF * BH:
         if not SCALAR:
-            store_shares(dA_part, dbias_part, o_part, tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32))
+            o_none = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + i_k * BK + tl.arange(0, BK)
+            store_shares(dA_part, dbias_part, o_none, tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32))
         return
     i_hk = i_h // (HV // H)
+    o_k = i_k * BK + tl.arange(0, BK)
     o_t = HALF * BH + tl.arange(0, BH)
     o_o = BH - HALF * BH + tl.arange(0, BH)  # tokens of the other half
     m_t = o_t < num
@@ -221,6 +221,7 @@ def pairs_half(
     if SCALAR:
         tl.store(dg + o_row, tl.sum(b_dg, axis=0), mask=m_t)
     else:
+        o_part = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + o_k
         store_gate_grad(b_dg, g, s_gt, dt_bias, a, lower_bound, dg + (token * HV + i_h) * K, dA_part, dbias_part, o_part,
                         i_h, o_k, o_t, m_t, HV, K, SCALAR, GATE)  # fmt: skip
 
