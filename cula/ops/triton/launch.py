@@ -307,6 +307,7 @@ ATTRIBUTE = struct.Struct("I4xI60x")  # CUlaunchAttribute: which one, and its va
 STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 WORD = 8
 NUM_SCRATCH = 2  # last parameters of every kernel: addresses of scratch memory, which ours do not use
+MAX_PARAMETERS = 60  # `native.c` has room for 64 pointers, of which a frame takes some for itself
 
 # What a launch may need that is not done here.
 UNUSUAL = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
@@ -335,7 +336,7 @@ def frame(compiled: Any, grid: int | Passed, arguments: Sequence[Any]) -> Frame 
     values = [*parameters(tuple(compiled.src.signature.values()), arguments)]
     packed = [_packed(kind, value) for kind, value in values] + [bytes(WORD)] * NUM_SCRATCH
     function = _driver_function("cuLaunchKernelEx")
-    if function is None or None in packed or len(packed) != num_parameters(compiled):
+    if function is None or None in packed or len(packed) != num_parameters(compiled) or len(packed) > MAX_PARAMETERS:
         return None
     # four words | CUlaunchConfig | its attribute, if it has one | addresses of the parameters | parameters
     attributes = ATTRIBUTE.pack(STARTS_EARLY, 1) if metadata.launch_pdl else b""

@@ -127,6 +127,18 @@ def test_a_kernel_with_other_parameters_keeps_tritons_launcher(driver):
     assert launch.frame(kernel, GRID, ARGUMENTS) is None
 
 
+def test_more_parameters_than_native_has_room_for_keep_tritons_launcher(driver):
+    kernel, count = compiled(), launch.MAX_PARAMETERS
+    kernel.src.signature = {i: "i32" for i in range(count)}
+    entries = ",\n".join(f".param .u64 p_{i}" for i in range(count + launch.NUM_SCRATCH))
+    kernel.asm = {"ptx": f".visible .entry decode_kernel(\n{entries}\n)"}
+    assert launch.frame(kernel, Passed(0), [Passed(i + 1) for i in range(count)]) is None
+    del kernel.src.signature[0], kernel.src.signature[1]
+    kernel.asm = {"ptx": kernel.asm["ptx"].replace(".param .u64 p_0,", "").replace(".param .u64 p_1,", "")}
+    frame = launch.frame(kernel, Passed(0), [Passed(i + 1) for i in range(count - 2)])
+    native.launcher([Address(i) for i in range(count - 1)], print, frame)  # it has
+
+
 def test_without_the_driver_there_is_tritons_launcher(monkeypatch):
     def fail(name):
         raise OSError(f"{name}: cannot open shared object file")
