@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cula.contract import KdaProblem
+from cula.core.constants import CHUNK
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
     """Chunks in a segment, 0 for whole sequences. Only sizes the host knows enter: T, N, HV, V and the card."""
     chains = max(1, problem.N * problem.HV * (problem.V // BV))
     tokens = problem.T if not problem.is_packed else problem.T // max(1, problem.N)  # a sequence's, on average
-    chunks = -(-tokens // 64)
+    chunks = -(-tokens // CHUNK)
     # Transitions cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
     if 2 * chains > num_sms or chunks < 24:
         return 0

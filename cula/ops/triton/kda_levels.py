@@ -59,7 +59,8 @@ def range_columns(middle, N: tl.constexpr, DT: tl.constexpr):
     """The transpose for tiles that are transposed, [s, t]: ones where s lies between t and the middle of t's block.
 
     A product x = g R gives every t the sum of g over its range. middle [1, N] or a number: 0 sums from the start of the tile to
-    t, N from behind t to its end. The middle of a level is a value here, because the backward's levels are a loop.
+    t, N from behind t to its end. The middle of a level is a value here, because the backward's levels are a loop. `range_matrix`
+    spells its cases out, because with this one formula the intra-chunk kernel takes up to 6 % more instructions (sm_90).
     """
     o_s = tl.arange(0, N)[:, None]
     o_t = tl.arange(0, N)[None, :]
