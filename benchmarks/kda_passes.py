@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     problem, x = make(args.t, args.h, args.gate)
-    passes = {op: choose(op, problem, args.backend) for op in ("kda_fwd", "kda_map", "kda_bwd")}
+    passes = {op: choose(op, problem, args.backend) for op in ("kda_fwd", "kda_transition", "kda_bwd")}
     fwd, map_, bwd = (c.backend.load(op) for op, c in passes.items())
     training = replace(problem, needs_grad=True)
     do = torch.randn_like(x.v)

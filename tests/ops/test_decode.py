@@ -6,7 +6,7 @@ import torch
 
 import cula
 from cula import reference
-from cula.plans import Plans
+from cula.core.family import FAMILIES
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, KdaCall, LightningCall
 
@@ -102,7 +102,8 @@ def test_many_states_take_other_tiles(backend, device, monkeypatch):
     want_o, want_state = reference.lightning(q, k, v, decay, initial_state=start)
     for many in (decode.MANY_STATES, 1):
         monkeypatch.setattr(decode, "MANY_STATES", many)
-        monkeypatch.setattr("cula.api._decode_plans", Plans())  # those of the other tiles are not for these
+        for family in FAMILIES.values():  # records with the other tiles are not for these
+            family.decode.replay.forget()
         pool = start.transpose(-1, -2).contiguous()
         o, _ = cula.cula_decode(q, k, v, pool, mode="lightning", decay=decay, state_layout="kv", backend=backend)
         assert relative_error(o, want_o) < TOLERANCE[torch.float32]

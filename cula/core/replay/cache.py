@@ -80,6 +80,10 @@ class ReplayCache:
             self._records[seen, static_args] = made
         self._remember(static_args, again)
 
+    def forget(self) -> None:
+        """Start over."""
+        self._records, self._of_any_size, self._latest, self._first = {}, {}, (), None
+
     def _remember(self, static_args: Hashable, again: Replayer) -> None:
         self._latest = ((static_args, again), *self._latest[: LATEST - 1])
         self._first = record.finder()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton: portable GPU kernels. What they serve; imports no Triton."""
+"""Triton: portable GPU kernels, and what they serve. Asked on machines without Triton too: nothing here imports it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from cula import settings
 from cula.core.dispatch import AnyProblem, Backend
 from cula.kda.problem import KdaProblem
 
-TRITON_HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = (32, 64, 128, 256)
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
+    """Why it does not take a call, in one sentence; None if it does."""
     if problem.device != "cuda" and not settings.triton_is_interpreted():
         return f"needs an NVIDIA GPU, and the tensors are on {problem.device}"
     if problem.sm is not None and problem.sm < (8, 0):
         return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
-    if problem.K not in TRITON_HEAD_DIMS or problem.V not in TRITON_HEAD_DIMS:
-        return f"takes head dims {TRITON_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    if problem.K not in HEAD_DIMS or problem.V not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     if isinstance(problem, KdaProblem) and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
         if problem.dtype == torch.float32:
             return "float32 with K = 256 does not fit the tensor memory of this GPU"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cula.core.constants import CHUNK
 from cula.kda.problem import KdaProblem
 
 
@@ -31,14 +32,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class KdaConfig:
-    prepare: Tile
-    state: Tile
-    state_bwd: Tile
+    """The tile of each kernel."""
+
+    intra: Tile
+    recurrence_fwd: Tile
+    recurrence_bwd: Tile
     scan: Tile
-    grads_scores: Tile
-    grads_state: Tile
-    pairs: Tile
-    finish: Tile
+    scores_bwd: Tile
+    states_bwd: Tile
+    pairs_bwd: Tile
+    finish_bwd: Tile
+    shares_bwd: Tile
 
 
 @functools.cache
@@ -54,22 +58,25 @@ def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None, i
         BV, BV_bwd = (BV, min(32, V)) if big_smem else (min(32, V), min(16, V))
     if wide:
         BV = BV_bwd = min(16 if K > 128 else 32, V)
-    prepare = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # slower: 32 channels, eight warps
+    intra = Tile(BK=min(64, K), BV=0, num_warps=4, num_stages=1)  # slower: 32 channels, eight warps
     if wide:  # three products for one: small tiles against spills
-        prepare = Tile(16, 0, num_warps=4, num_stages=1)
+        intra = Tile(16, 0, num_warps=4, num_stages=1)
     if sm and sm[0] == 10 and (wide or not is_safe):  # sums over K that do not fit tensor memory beside each other: one pass
-        prepare = Tile(K, 0, num_warps=8, num_stages=1)
+        intra = Tile(K, 0, num_warps=8, num_stages=1)
     return KdaConfig(
-        prepare=prepare,
-        state=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # slower: 8 warps, 3 stages
-        state_bwd=Tile(BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages),  # slower: 8 warps, one stage
+        intra=intra,
+        # slower: 8 warps, 3 stages
+        recurrence_fwd=Tile(BK=K, BV=BV, num_warps=8 if K > 128 or wide else 4, num_stages=stages),
+        # slower: 8 warps, one stage
+        recurrence_bwd=Tile(BK=K, BV=BV_bwd, num_warps=8 if K > 128 or wide else 4, num_stages=stages),
         scan=Tile(BK=32, BV=min(32, V), num_warps=4, num_stages=1),
-        grads_scores=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # slower: 64, two stages
+        scores_bwd=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # slower: 64, two stages
         # slower: one stage
-        grads_state=Tile(BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2),
+        states_bwd=Tile(BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2),
         # slower: 168 registers, which lets three blocks reside; 32 channels with two warps and mma.sync
-        pairs=Tile(BK=min(32 if wide else 64, K), BV=0, num_warps=4, num_stages=1),
-        finish=Tile(BK=K, BV=0, num_warps=4, num_stages=1),
+        pairs_bwd=Tile(BK=min(32 if wide else 64, K), BV=0, num_warps=4, num_stages=1),
+        finish_bwd=Tile(BK=K, BV=0, num_warps=4, num_stages=1),
+        shares_bwd=Tile(BK=K, BV=0, num_warps=8, num_stages=1),
     )
 
 
@@ -88,9 +95,10 @@ def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
     """Chunks in a segment, 0 for whole sequences. Only sizes the host knows enter: T, N, HV, V and the card."""
     chains = max(1, problem.N * problem.HV * (problem.V // BV))
     tokens = problem.T if not problem.is_packed else problem.T // max(1, problem.N)  # a sequence's, on average
-    chunks = -(-tokens // 64)
-    # The maps cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
+    chunks = -(-tokens // CHUNK)
+    # Transitions cost two more passes over the chunks (B and M), so half a card of chains is better left whole.
     if 2 * chains > num_sms or chunks < 24:
         return 0
-    segments = min(num_sms // chains, chunks // 8)  # one chain a multiprocessor: more cost more in maps than they hide in latency
+    # One chain a multiprocessor: more of them cost more in transitions than they hide in latency.
+    segments = min(num_sms // chains, chunks // 8)
     return -(-chunks // segments)

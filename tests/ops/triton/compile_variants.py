@@ -14,16 +14,16 @@ import sys
 from dataclasses import replace
 
 import torch
-from cula.UNKNOWN import DecodeInputs
 
-from cula import contract
+from cula.core.decode import describe_decode
 from cula.core.problem import DecodeOptions
-from cula.kda.problem import KdaInputs, KdaOptions
-from cula.lightning.problem import LightningInputs
+from cula.kda.family import FAMILY
+from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda
+from cula.lightning.problem import LightningInputs, LightningOptions, check_lightning
 from cula.ops.triton import decode, kda, launch, lightning
 from tests.support.calls import KdaCall, LightningCall
+from tests.support.sass import misplaced_descriptors
 from tests.support.triton_offline import dry_run
-from tools.sass.descriptors import misplaced_descriptors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ACCESS = r"\b(?:ld|st|atom|red)\.[\w.]*global[\w.]*"
@@ -94,7 +94,7 @@ def compile_all(arch: int, part: int) -> list[dict]:
 
     for name, call in wanted(KDA).items():
         options = KdaOptions(**call.switches(), output_final_state=True)
-        problem, x = contract.check_kda(KdaInputs(**call.tensors()), options)
+        problem, x = check_kda(KdaInputs(**call.tensors()), options)
         problem = replace(problem, sm=sm, needs_grad=True)
         record(f"kda forward, {name}", lambda problem=problem, x=x: kda.kda_fwd(problem, x))
         do, dht = torch.empty_like(x.v), torch.empty_like(x.initial_state)
@@ -102,24 +102,24 @@ def compile_all(arch: int, part: int) -> list[dict]:
             saved = kda.kda_fwd(problem, x).saved
         record(f"kda backward, {name}", lambda p=problem, x=x, s=saved, do=do, dht=dht: kda.kda_bwd(p, x, s, do, dht))
     # few heads, many chunks: segments and their scan
-    problem, x = contract.check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
+    problem, x = check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
     if part == 0:
         record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))
     else:
-        record("kda map, bf16 128", lambda: kda.kda_map(replace(problem, sm=sm), x))
+        record("kda transition, bf16 128", lambda: kda.kda_transition(replace(problem, sm=sm), x))
     for name, call in wanted(LIGHTNING).items():
-        p, y = contract.check_lightning(LightningInputs(**call.tensors()), output_final_state=True)
+        p, y = check_lightning(LightningInputs(**call.tensors()), LightningOptions(output_final_state=True))
         p = replace(p, sm=sm)
         record(f"lightning forward, {name}", lambda p=p, y=y: lightning.lightning_fwd(p, y))
         do, dht = torch.empty_like(y.v), torch.empty_like(y.initial_state)
-        record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, do, dht))
+        record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, (), do, dht))
     for name, (call, pool_dtype) in wanted(DECODE).items():
         t = call.tensors()
         pool = torch.empty(8, call.HV, call.V, call.K, dtype=pool_dtype)
         slots = torch.zeros(4, dtype=torch.int32)
         switches = {n: v for n, v in call.switches().items() if n != "scale"}
-        inputs = DecodeInputs(t["q"], t["k"], t["v"], pool, slots, t["g"], t["beta"], t["A_log"], t["dt_bias"])
-        d, z, _ = contract.check_decode(inputs, DecodeOptions(**switches))
+        inputs = KdaDecodeInputs(t["q"], t["k"], t["v"], pool, slots, t["g"], t["beta"], t["A_log"], t["dt_bias"])
+        _, d, z, *_ = describe_decode(FAMILY, inputs, DecodeOptions(**switches), None, "test")
         record(f"decode, {name}", lambda d=d, z=z: decode.decode(replace(d, sm=sm), z))
     return reports
 

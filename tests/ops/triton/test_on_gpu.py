@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show: graph capture, no hidden synchronisation, huge tensors, and FLA as a second opinion."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -8,6 +10,12 @@ import cula
 from cula import reference
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, KdaCall, LightningCall
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from cula.ops.triton import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +49,95 @@ def test_forward_and_backward_never_wait_for_the_gpu(lens, safe_gate, no_synchro
     torch.cuda.set_sync_debug_mode("error")
     o, state = kda(tensors, call, safe_gate=safe_gate)
     torch.autograd.grad([o, state], leaves, [torch.ones_like(o), torch.ones_like(state)])
+
+
+def gradients(call, tensors):
+    """o, the final state, and all gradients."""
+    leaves = {n: t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for n, t in tensors.items()}
+    o, state = kda(leaves, call)
+    wanted = [t for t in leaves.values() if t is not None and t.requires_grad]
+    return [o, state, *torch.autograd.grad([o, state], wanted, [torch.ones_like(o), torch.ones_like(state)])]
+
+
+@pytest.fixture
+def through_triton(monkeypatch):
+    """The launches that Triton's JIT made."""
+    seen, usual = [], launch.Variant._by_triton
+
+    def by_triton(self, grid, arguments):
+        seen.append(self.kernel.name)
+        return usual(self, grid, arguments)
+
+    monkeypatch.setattr(launch.Variant, "_by_triton", by_triton)
+    return seen
+
+
+@pytest.mark.parametrize("lens", [None, (300, 0, 65, 135)])
+def test_launches_by_the_driver_equal_tritons(lens, through_triton, monkeypatch):
+    call = FULL.with_(T=500, lens=lens)
+    tensors = call.tensors("cuda")
+    gradients(call, tensors)
+    through_triton.clear()
+    direct = gradients(call, tensors)
+    assert not through_triton
+    monkeypatch.setattr(launch, "can_launch_directly", lambda kernel, first: False)
+    for a, b in zip(direct, gradients(call, tensors)):
+        assert torch.equal(a, b)
+    assert len(through_triton) >= 10
+
+
+def test_a_new_length_goes_to_the_driver(through_triton):
+    for T in (64, 65, 1, 333, 777, 1024):
+        gradients(FULL.with_(T=T), FULL.with_(T=T).tensors("cuda"))
+        if T == 64:
+            through_triton.clear()
+    assert not through_triton
+
+
+def test_tensors_at_odd_addresses():
+    call = FULL.with_(T=130)
+    tensors = call.tensors("cuda")
+    want = gradients(call, tensors)
+    odd = {}
+    for name, t in tensors.items():
+        if t is not None and t.is_floating_point():
+            moved = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view(t.shape)
+            odd[name] = moved.copy_(t)
+        else:
+            odd[name] = t
+    for _ in range(2):  # the first compiles
+        for a, b in zip(gradients(call, odd), want):
+            assert relative_error(a, b) < 1e-2  # sums in another order
+
+
+def test_threads_and_streams_of_their_own():
+    calls = [FULL.with_(T=T, seed=T) for T in (64, 100, 333, 500)]
+    inputs = [c.tensors("cuda") for c in calls]
+    want = [gradients(c, t) for c, t in zip(calls, inputs)]
+    torch.cuda.synchronize()
+
+    def run(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = gradients(calls[i % 4], inputs[i % 4])
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(a, b) for a, b in zip(got, want[i % 4]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(64)))
+
+
+def test_a_profilers_hooks_hear_of_launches():
+    call = FULL.with_(T=64)
+    tensors = call.tensors("cuda")
+    gradients(call, tensors)
+    names = []
+    hook = lambda metadata: names.append(metadata.get()["name"])
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        gradients(call, tensors)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert {"kda_intra_fwd_kernel", "kda_recurrence_fwd_kernel", "kda_pairs_bwd_kernel"} <= {*names}
 
 
 def captured(function):

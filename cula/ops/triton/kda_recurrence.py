@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA, the chains along a sequence: states and outputs forward, gradients of the states backward, and the scan of segments.
+"""KDA, the recurrence along a sequence: states and outputs forward, gradients of the states backward, the scan of segments.
 
-Tiles kb, kr, qg, T, Aqk, decay are those of `kda_prepare`; S is [V, K], as stored. One chunk forward:
+Tiles kb, kr, qg, T, Aqk, decay are those of `kda_intra`; S is [V, K], as stored. One chunk forward:
     X = b V - kb S^T        U = T X        O = scale (qg S^T + Aqk U)        S <- S decay + U^T kr
 and backward, dS the gradient of the state after the chunk, dO times scale:
     dU = Aqk^T dO + kr dS^T        dX = T^T dU        dV = b dX        dS <- dS decay + dO^T qg - dX^T kb
-The rows of S (and of dS) never mix, so a program walks the chunks with BV rows of it in registers. Everything is formed
+The rows of S (and of dS) never mix, so a program runs over the chunks with BV rows of it in registers. Everything is formed
 transposed ([BV, C]): the state and U^T are then left operands, which tensor cores take from registers.
 
-Segments. Few (sequence, head) pairs leave a GPU idle, so a sequence may be cut into segments of `seg` chunks. Each maps its
-first state to its last by S -> S M + B: B is the chain from S = 0, M the chain from S = I with V = 0 (K more rows of the same
-chain). A short scan gives every segment's first state, and the chains run again from there. Exact for any gate.
-The gradient runs through the same maps: dS -> dS M^T + D, D the backward chain from dS = 0.
+Segments. Few (sequence, head) pairs leave a GPU idle, so a sequence may be cut into segments of `seg` chunks. The transition of
+a segment takes its first state to its last, S -> S M + B: B is the recurrence from S = 0, M the recurrence from S = I with V = 0
+(K more rows of the same chain). A short scan gives every segment's first state, and the chains run again from there. This is
+exact for any gate. The gradient goes through the same transitions, dS -> dS M^T + D, D the backward chain from dS = 0.
 """
 
 import triton
 import triton.language as tl
 
-from .kda_common import work_span
+from .launch import kernel
+from .varlen import chain_span
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def store_rows(p, b_x, m_c, IS_TAIL: tl.constexpr):
 @triton.jit
 def chunk_fwd(
     b_S, i_t, num, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to, s_vt, s_ot, scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_MAP: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_TRANSITION: tl.constexpr,
     IS_TAIL: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a chain: from the state before it to the state after it."""
@@ -62,7 +63,7 @@ def chunk_fwd(
 
     b_Sd = b_S.to(DT)
     b_X = -tl.dot(b_Sd, tl.trans(b_kb), input_precision=IP)  # [BV, C]
-    if IS_MAP:
+    if IS_TRANSITION:
         b_v = tl.load(v + t0 * s_vt + o_tv, mask=m_c[:, None] & (o_v < V)[None, :], other=0.0)
     else:
         b_v = load_rows(v + t0 * s_vt + o_tv, m_c, IS_TAIL)
@@ -123,59 +124,25 @@ def chunk_bwd(
     return b_dS
 
 
-@triton.jit(do_not_specialize=["scale", "T", "TT", "NT", "NS", "seg"])
-def kda_state_fwd_kernel(
-    kb,
-    kr,
-    qg,
-    t_inv,
-    a_qk,
-    beta,
-    decay,
-    v,
-    seed,
-    o,
-    ht,
-    h,
-    u,
-    maps,
-    cu_seqlens,
-    chunk_base,
-    seg_seq,
-    seg_base,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_ob,
-    s_ot,
-    s_oh,
-    scale,
-    T,
-    TT,
-    NT,
-    NS,
-    seg,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    HAS_SEG: tl.constexpr,
-    IP: tl.constexpr,
-):
-    """Chains of whole sequences or segments from their `seed` (zero if None).
+@kernel(numbers="T TT NT NS seg", floats="scale")
+def kda_recurrence_fwd_kernel(
+    kb, kr, qg, t_inv, a_qk, beta, decay, v, first_state, o, ht, h, u, transitions, cu_seqlens, chunk_base, seg_seq, seg_base,
+    v_strides, o_strides, T, TT, NT, NS, seg, scale,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_SEG: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """Chains of whole sequences or segments from their `first_state` (zero if None).
 
-    Optional outputs: o; ht, the last states; h, the state before each chunk; u. With `maps` [W, HV, V + K, K] instead: rows
-    [0, V) are B and rows [V, V + K) are M of each chain.
+    Optional outputs: o; ht, the last states; h, the state before each chunk; u. With `transitions` [chains, HV, V + K, K]
+    instead: rows [0, V) are B and rows [V, V + K) are M of each chain.
     """
-    IS_MAP: tl.constexpr = maps is not None
-    ROWS: tl.constexpr = V + K if IS_MAP else V
+    IS_TRANSITION: tl.constexpr = transitions is not None
+    ROWS: tl.constexpr = V + K if IS_TRANSITION else V
     NB: tl.constexpr = ROWS // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
     i_w = tl.program_id(0) // (NB * HV)
-    i_b, bos, length, first, last, base, alive = work_span(
+    i_b, bos, length, first, last, base, alive = chain_span(
         i_w, cu_seqlens, chunk_base, seg_seq, seg_base, T, NT, NS, seg, IS_PACKED, HAS_SEG, C
     )
     if not alive:
@@ -185,80 +152,54 @@ def kda_state_fwd_kernel(
     o_v = i_r * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     head = i_h.to(tl.int64) * TT + i_b * T + bos
-    v += i_b * s_vb + bos * s_vt + i_h * s_vh
+    v += i_b * v_strides[0] + bos * v_strides[1] + i_h * v_strides[2]
     if o is not None:
-        o += i_b * s_ob + bos * s_ot + i_h * s_oh
+        o += i_b * o_strides[0] + bos * o_strides[1] + i_h * o_strides[2]
     o_chain = i_w.to(tl.int64) * HV + i_h
 
-    if IS_MAP:
+    if IS_TRANSITION:
         b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
-    elif seed is not None:
-        b_S = tl.load(seed + o_chain * (V * K) + o_vk)
+    elif first_state is not None:
+        b_S = tl.load(first_state + o_chain * (V * K) + o_vk)
     else:
         b_S = tl.zeros([BV, K], tl.float32)
 
+    s_vt = v_strides[1]
     o_tv = o_c[:, None] * s_vt + o_v[None, :]
+    s_ot = 0
+    if o is not None:
+        s_ot = o_strides[1]
     o_to = o_c[:, None] * s_ot + o_v[None, :]
     full = tl.minimum(last, length // C)
     for i_t in range(first, full):
         b_S = chunk_fwd(b_S, i_t, C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to,
-                        s_vt, s_ot, scale, HV, K, V, C, IS_MAP, False, IP)  # fmt: skip
+                        s_vt, s_ot, scale, HV, K, V, C, IS_TRANSITION, False, IP)  # fmt: skip
     if full < last:
         b_S = chunk_fwd(b_S, full, length - full * C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u,
-                        o_v, o_tv, o_to, s_vt, s_ot, scale, HV, K, V, C, IS_MAP, True, IP)  # fmt: skip
+                        o_v, o_tv, o_to, s_vt, s_ot, scale, HV, K, V, C, IS_TRANSITION, True, IP)  # fmt: skip
 
-    if IS_MAP:
-        tl.store(maps + o_chain * ((V + K) * K) + o_vk, b_S)
+    if IS_TRANSITION:
+        tl.store(transitions + o_chain * ((V + K) * K) + o_vk, b_S)
     if ht is not None:
         tl.store(ht + o_chain * (V * K) + o_vk, b_S)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "TT", "NT", "NS", "seg"])
-def kda_state_bwd_kernel(
-    kb,
-    kr,
-    qg,
-    t_inv,
-    a_qk,
-    beta,
-    decay,
-    do,
-    seed,
-    dh,
-    dx,
-    dv,
-    dh0,
-    cu_seqlens,
-    chunk_base,
-    seg_seq,
-    seg_base,
-    s_ob,
-    s_ot,
-    s_oh,
-    scale,
-    T,
-    TT,
-    NT,
-    NS,
-    seg,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    HAS_SEG: tl.constexpr,
-    IP: tl.constexpr,
-):
-    """Chains from the last chunk to the first, from the gradient `seed` of their last state (zero if None).
+@kernel(numbers="T TT NT NS seg", floats="scale")
+def kda_recurrence_bwd_kernel(
+    kb, kr, qg, t_inv, a_qk, beta, decay, do, dlast, dh, dx, dv, dfirst, cu_seqlens, chunk_base, seg_seq, seg_base,
+    do_strides, T, TT, NT, NS, seg, scale,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_SEG: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """Chains from the last chunk to the first, from the gradient `dlast` of their last state (zero if None).
 
-    Optional outputs: dh, the gradient of the state after each chunk; dx (scratch) and dv; dh0, of each chain's first state.
+    Optional outputs: dh, the gradient of the state after each chunk; dx (scratch) and dv; dfirst, of each chain's first state.
     """
     NB: tl.constexpr = V // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
     i_w = tl.program_id(0) // (NB * HV)
-    i_b, bos, length, first, last, base, alive = work_span(
+    i_b, bos, length, first, last, base, alive = chain_span(
         i_w, cu_seqlens, chunk_base, seg_seq, seg_base, T, NT, NS, seg, IS_PACKED, HAS_SEG, C
     )
     if not alive:
@@ -268,14 +209,15 @@ def kda_state_bwd_kernel(
     o_v = i_r * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     head = i_h.to(tl.int64) * TT + i_b * T + bos
-    do += i_b * s_ob + bos * s_ot + i_h * s_oh
+    do += i_b * do_strides[0] + bos * do_strides[1] + i_h * do_strides[2]
     o_chain = i_w.to(tl.int64) * HV + i_h
 
-    if seed is not None:
-        b_dS = tl.load(seed + o_chain * (V * K) + o_vk)
+    if dlast is not None:
+        b_dS = tl.load(dlast + o_chain * (V * K) + o_vk)
     else:
         b_dS = tl.zeros([BV, K], tl.float32)
 
+    s_ot = do_strides[1]
     o_to = o_c[:, None] * s_ot + o_v[None, :]
     token = i_b * T + bos
     full = tl.minimum(last, length // C)
@@ -286,35 +228,24 @@ def kda_state_bwd_kernel(
         b_dS = chunk_bwd(b_dS, full - 1 - i, C, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do,
                          dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, False, IP)  # fmt: skip
 
-    if dh0 is not None:
-        tl.store(dh0 + o_chain * (V * K) + o_vk, b_dS)
+    if dfirst is not None:
+        tl.store(dfirst + o_chain * (V * K) + o_vk, b_dS)
 
 
-@triton.jit(do_not_specialize=["NS"])
+@kernel(numbers="NS")
 def kda_scan_kernel(
-    maps,
-    offsets,
-    first,
-    seeds,
-    last,
-    seg_base,
-    NS,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_MAP: tl.constexpr,
-):
-    """First state of every segment (`seeds`) and the last state, by S <- S M + B along the sequence from `first` (or zero).
+    transitions, offsets, first, states, last, seg_base, NS,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_TRANSITION: tl.constexpr,
+):  # fmt: skip
+    """First state of every segment (`states`) and the last state, by S <- S M + B along the sequence from `first` (or zero).
 
-    `maps` [segments, HV, V + K, K] holds B above M. With `offsets` the scan is the backward one: in reverse, S <- S M^T + offset.
-    IS_MAP scans V + K rows from [0 | I], which composes the maps. The state in hand passes through `seeds`, so that a
-    product can take it in slices of BK columns.
+    `transitions` [segments, HV, V + K, K] holds B above M. With `offsets` the scan is the backward one: in reverse,
+    S <- S M^T + offset. IS_TRANSITION scans V + K rows from [0 | I], which composes the transitions. The state in hand passes
+    through `states`, so that a product can take it in slices of BK columns.
     """
     IS_BWD: tl.constexpr = offsets is not None
-    ROWS: tl.constexpr = V + K if IS_MAP else V
+    ROWS: tl.constexpr = V + K if IS_TRANSITION else V
     NB: tl.constexpr = ROWS // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
@@ -331,7 +262,7 @@ def kda_scan_kernel(
     o_vk = o_v[:, None] * K + o_k[None, :]
     m_v = (o_v < V)[:, None]
     o_state = (i_n.to(tl.int64) * HV + i_h) * (ROWS * K)
-    if IS_MAP:
+    if IS_TRANSITION:
         b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
     elif first is not None:
         b_S = tl.load(first + o_state + o_vk)
@@ -340,9 +271,9 @@ def kda_scan_kernel(
     for i in range(0, num):
         i_s = base + (num - 1 - i if IS_BWD else i)
         o_seg = tl.cast(i_s, tl.int64) * HV + i_h
-        p_B = maps + o_seg * ((V + K) * K)
+        p_B = transitions + o_seg * ((V + K) * K)
         p_M = p_B + V * K
-        p_S = seeds + o_seg * (ROWS * K)
+        p_S = states + o_seg * (ROWS * K)
         tl.store(p_S + o_vk, b_S)
         tl.debug_barrier()
         if IS_BWD:
