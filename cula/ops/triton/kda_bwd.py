@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula.kda.problem import KdaInputs, KdaProblem
-from cula.ops import KdaGrads
+from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 
 from .kda_fwd import copy_state, unpack
 from .kda_launches import IntraTiles, Launches, Segments

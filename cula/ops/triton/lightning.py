@@ -41,6 +41,8 @@ from cula.core.kernels import Forward
 from cula.lightning.problem import LightningInputs, LightningProblem
 
 from .configs import multiprocessors
+from .decode import decode as lightning_decode
+from .decode import record_decode as record_lightning_decode
 from .launch import Variant
 from .lightning_recurrence import lightning_recurrence_kernel, lightning_segment_kernel
 from .memory import New, allocator
@@ -58,6 +60,8 @@ SEGMENT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Bytes of shared memory that one block may take, by compute capability; all others have the most.
 SHARED_BYTES = {(8, 0): 166912, (8, 7): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376, (12, 1): 101376}
 MOST_SHARED_BYTES = 232448
+
+__all__ = ["lightning_bwd", "lightning_decode", "lightning_fwd", "record_lightning_decode"]
 
 
 @dataclass(frozen=True)
