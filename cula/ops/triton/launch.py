@@ -31,12 +31,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import itertools
 import logging
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import reduce
 from operator import itemgetter, or_
 from typing import Any
 
@@ -93,7 +94,8 @@ class Kernel:
         self.tensors, self.constants, self.any_address = tuple(tensors), tuple(constants), frozenset(any_address)
         self.arguments = tuple(expected[: len(expected) - len(constants)])
         self._pick = itemgetter(*self.arguments)
-        self.num_tensors, self.num_strides, self.num_numbers = len(tensors), len(strides), len(numbers)
+        self.num_tensors, self.num_numbers = len(tensors), len(numbers)
+        self.cuts = (*itertools.accumulate([len(tensors), len(strides), len(numbers)]),)  # where each kind of argument ends
         self.jit: Any = triton.jit(do_not_specialize=[*numbers, *floats], do_not_specialize_on_alignment=[*any_address])(function)
         self.is_compiled = isinstance(self.jit, JITFunction)  # otherwise it is interpreted
 
@@ -143,15 +145,14 @@ class Variant:
         if not can_launch_directly(kernel, first):
             self._by_triton(grid, arguments)
             return
-        i = kernel.num_tensors
-        j = i + kernel.num_strides
-        tensors, strides, rest = arguments[:i], arguments[i:j], arguments[j:]
+        i, j, k = kernel.cuts
+        tensors, strides, numbers, rest = arguments[:i], arguments[i:j], arguments[j:k], arguments[j:]
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         device = current_device()
         key = (
             device,
-            functools.reduce(or_, addresses) % ALIGNMENT and tuple([a % ALIGNMENT == 0 for a in addresses]),
-            functools.reduce(or_, rest[: kernel.num_numbers], 0) >> 31 and _classes[rest[: kernel.num_numbers]],
+            reduce(or_, addresses) % ALIGNMENT and tuple([a % ALIGNMENT == 0 for a in addresses]),
+            reduce(or_, numbers, 0) >> 31 and _classes[numbers],
             *[t if t is None else t.dtype for t in tensors],
             *map(_class_of, strides),
         )
@@ -285,7 +286,7 @@ def from_c(compiled: Any, kernel: Kernel, strides: tuple, rest: tuple, constants
     call = record.launcher([Address(i) for i in range(num_words)], _unreachable, block)
     num_integers = num_words - 1 - kernel.num_tensors - num_floats
     pack = struct.Struct(f"<{1 + kernel.num_tensors}Q{num_integers}q" + "f4x" * num_floats).pack
-    flat = chain.from_iterable
+    flat = itertools.chain.from_iterable
 
     def launch(stream: int, grid: int, addresses: Sequence[int], strides: tuple, rest: tuple) -> bool:
         return call(stream, pack(grid | ONE_ROW, *addresses, *flat(filter(None, strides)), *rest))
