@@ -1,15 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calling a kernel's host function again, with new addresses and the same numbers."""
+"""Recorded launches: a kernel's host function called again, with new addresses and the same numbers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from cula.ops.cute.abi import Abi
 from cula.ops.native import Address, Frame, Launcher, launcher
+
+
+class Source(NamedTuple):
+    """Where a recorded launch finds an address."""
+
+    of: int | None  # the tensor of a call with this number; ~0, ~1, ...: the first, the second, ... of the outputs; None: of none
+    absent: int = 0  # the address that stands for a tensor which a call does not have
+
+
+def record(
+    abi: Abi, kernel: Callable[..., Any], sources: Mapping[str, Source | int | None], numbers: Mapping[str, int | float | bool]
+) -> Launcher:
+    """A function that calls `kernel(*addresses, *numbers, stream)`, both in the order that `abi` describes: numbers are the same
+    each time, addresses come from where `sources` says (a number alone is a `Source` of that tensor) and must be aligned as
+    described."""
+    found = {name: source if isinstance(source, Source) else Source(source) for name, source in sources.items()}
+    of = [Address(s.of, a.align, s.absent) for a, s in zip(abi.addresses, abi.in_order(abi.addresses, found))]
+    return again(kernel, of, abi.pack_numbers(numbers))
 
 
 def again(kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float]) -> Launcher:

@@ -59,6 +59,7 @@ import cutlass.cute as cute
 from cutlass import pipeline
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.gate import bounded_slope, sigmoid
 from cula.ops.cute.common.inverse import inverse_pair
 from cula.ops.cute.common.kda_cut import place
 from cula.ops.cute.common.kda_prepare_steps import (
@@ -84,7 +85,7 @@ from cula.ops.cute.common.kda_prepare_steps import (
     sum_gates,
     triangles,
 )
-from cula.ops.cute.common.tiles import F16, F32, I32, LOG2E, tma_split
+from cula.ops.cute.common.tiles import F16, F32, I32, tma_split
 
 TMA_WARP = 4  # that stores
 
@@ -184,9 +185,9 @@ def read_ahead(x: cutlass.Constexpr, gates: cutlass.Constexpr, thread: I32, hv: 
     if cutlass.const_expr(x.kind.is_scalar):
         for e in cutlass.range_constexpr(4):
             raw_g[e] = mG[t0 + cutlass.min(16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.left - 1), hv]
-    slope = F32(-LOG2E)
+    slope = F32(0.0)
     if cutlass.const_expr(x.kind.has_gate):
-        slope = F32(-LOG2E) * cute.math.exp2(mA[hv] * F32(LOG2E))
+        slope = bounded_slope(mA[hv])
         if thread < 128:
             bias[thread] = slope * mBias[hv, thread]
     return raw_b, raw_g, slope
@@ -212,7 +213,7 @@ def strengths(x: cutlass.Constexpr, raw: cute.Tensor, beta_top: F32):
         t = 16 * x.block_row + x.r + 8 * i
         b[i] = raw[i]
         if beta_top > F32(0.0):  # beta is raw
-            b[i] = beta_top * cute.arch.rcp_approx(F32(1.0) + cute.math.exp2(raw[i] * F32(-LOG2E), fastmath=True))
+            b[i] = beta_top * sigmoid(raw[i])
         b[i] = b[i] if t < x.left else F32(0.0)
         if x.c == 0 and x.side == KEYS:
             beta[t] = b[i]

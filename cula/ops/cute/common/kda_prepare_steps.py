@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fragments import (
-    activate,
     as_a,
     corner,
     flat,
@@ -24,8 +24,9 @@ from cula.ops.cute.common.fragments import (
     store_rows,
     widen,
 )
+from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, log2
 from cula.ops.cute.common.inverse import below, blocks, inverse_columns
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, LOG2E, TF32, allocate_tile, swapped, tile_at, tile_layout
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32, allocate_tile, swapped, tile_at, tile_layout
 
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
 TILE, HALF = 64 * 128 * 2, 64 * 64 * 2  # bytes of a tile, and of half of its columns
@@ -228,14 +229,14 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
     for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
         token = 16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2)
         if cutlass.const_expr(has_gate):
-            unit[e] = cutlass.max(F32(-1e37), cute.arch.rcp_approx(lower * F32(LOG2E))) if token < x.left else F32(-1e37)
+            unit[e] = bounded_unit(lower) if token < x.left else F32(NO_DECAY)
         else:
-            unit[e] = F32(LOG2E) if token < x.left else F32(0.0)
+            unit[e] = F32(LOG2_E) if token < x.left else F32(0.0)
     top.fill(-1e30)
     L, rest = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
-        activate(raw, g16, slope, (here.bias[0],), unit, top, has_gate, FASTEST)
+        gates_of_channels(raw, g16, slope, (here.bias[0],), unit, top, has_gate, FASTEST)
         L.fill(0.0)
         rest.fill(0.0)
         cute.gemm(mma_f16, L, until, g16, L)
@@ -259,7 +260,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
             else:
                 raw8 = load_matrix(g_at ^ 32 * n, g_type, True)
             decays = cute.make_rmem_tensor((8,), F16)
-            activate(raw8, decays, slope, bias, unit, top, has_gate)
+            gates_of_channels(raw8, decays, slope, bias, unit, top, has_gate)
             for j in cutlass.range_constexpr(2):
                 prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
                 prefix.fill(0.0)
@@ -298,7 +299,7 @@ def norms(x: cutlass.Constexpr, scale: F32):
         size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
         inverse[i] = F32(1.0) if x.side == KEYS else scale
         if cutlass.const_expr(x.kind.dtype is F16):
-            inverse[i] = inverse[i] * cute.math.rsqrt(size[i] + F32(1e-6), fastmath=True)
+            inverse[i] = inverse[i] * inverse_norm(size[i])
         if x.c == 0:
             here.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
     return size, inverse
@@ -316,24 +317,24 @@ def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor
     whole = sums[0] + sums[1] + sums[2] + sums[3]
     if x.side == KEYS:
         for i in cutlass.range_constexpr(4):
-            here.inverses[i, channel] = F32(UNBIASED) * cute.math.exp2(-sums[i], fastmath=True)
-        vec[channel] = cute.math.exp2(whole, fastmath=True)
+            here.inverses[i, channel] = F32(UNBIASED) * exp2(-sums[i])
+        vec[channel] = exp2(whole)
         bound = F32(0.0)
         for i in cutlass.range_constexpr(2):
             row, turn = 16 * x.block_row + x.r + 8 * i, F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
             bound += cute.arch.fmax(here.tops[row, KEYS], here.tops[row, QUERIES])
-            bound += cute.math.log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(turn, -turn)), fastmath=True)
+            bound += log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(turn, -turn)))
         for off in (4, 8, 16):
             bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
         if x.lane == 0:
             here.bound[x.block_row] = bound
     else:
         for i in cutlass.range_constexpr(4):
-            here.before[i, channel] = cute.math.exp2(before, fastmath=True).to(wide)
+            here.before[i, channel] = exp2(before).to(wide)
             before += sums[i]
-            here.after[i, channel] = cute.math.exp2(whole - before, fastmath=True).to(wide)
+            here.after[i, channel] = exp2(whole - before).to(wide)
         for i, between in enumerate((sums[1], sums[2], sums[1] + sums[2])):  # of blocks (2, 0), (3, 1), (3, 0)
-            here.between[i, channel] = cute.math.exp2(between, fastmath=True).to(dtype)
+            here.between[i, channel] = exp2(between).to(dtype)
 
 
 # Scores and tiles
@@ -376,9 +377,9 @@ def first_pass(
                 of_j = corner(total, 4 * j)
                 cute.gemm(mma_f16, of_j, which, four_of(decays, j), of_j)
         for e in cutlass.range_constexpr(8):
-            since[e] = cute.math.exp2(since[e], fastmath=True)
+            since[e] = exp2(since[e])
         for e in cutlass.range_constexpr(8):
-            rest[e] = cute.math.exp2(rest[e], fastmath=True)
+            rest[e] = exp2(rest[e])
         # keys first: what queries need of them is `right` alone, and registers are few
         k, left_k, down, right = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         widen(raw_k, k)
@@ -454,7 +455,7 @@ def add_block(mma: cute.TiledMma, acc: cute.Tensor, x: cute.Tensor, y: cute.Tens
 def entry_decay(L: cute.Tensor, c: I32, nb: cutlass.Constexpr, ri: cutlass.Constexpr, ci: cutlass.Constexpr):
     """e^{L_t - L_i} of an entry of a diagonal block, one gate a head: no decay is too fast for that."""
     L_col = cute.arch.shuffle_sync(L[2 * nb], 4 * (2 * c + ci))
-    return F32(UNBIASED) * cute.math.exp2(L[2 * ri] - L_col, fastmath=True)
+    return F32(UNBIASED) * exp2(L[2 * ri] - L_col)
 
 
 @cute.jit

@@ -31,8 +31,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 CUTE = Path(__file__).parent.parent
 COMMON = CUTE / "common"
-# What kernels of every architecture are made from besides: the arguments they take, and the numbers they share with other backends.
-SHARED = (CUTE / "abi.py", CUTE.parents[1] / "core" / "constants.py")
+# What kernels of every architecture are made from besides: the arguments they take, and numbers shared with other backends.
+SHARED = (*sorted(CUTE.glob("*abi.py")), CUTE.parents[1] / "core" / "constants.py")
 
 
 @dataclass(frozen=True)
