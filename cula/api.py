@@ -183,7 +183,7 @@ def cula_kda(
         choice = choose("kda_fwd", problem, backend)
         _refuse_unknown(who, kwargs, choice)
         if words is not None and not problem.needs_grad and _is_as_given(x, given):
-            make = choice.backend.find("kda_fwd_again") if state_pool is None else None
+            make = choice.backend.find("record_kda_fwd") if state_pool is None else None
             again: Plan | None = None if make is None else make(problem, x, out)
             if again is None:
                 again = functools.partial(_infer_kda, problem, choice, output_final_state, return_intermediate_states)

@@ -28,7 +28,7 @@ Problem = KdaProblem | LightningProblem | DecodeProblem
 # Where an operation lives inside a backend's package.
 MODULE_OF = {
     "kda_fwd": "kda",
-    "kda_fwd_again": "kda",
+    "record_kda_fwd": "kda",
     "kda_bwd": "kda",
     "kda_map": "kda",
     "kda_state_grad": "kda",
@@ -162,11 +162,11 @@ def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
 def _cute_sm100_why_not(op: str, problem: Problem) -> str | None:
     if op != "kda_fwd" or not isinstance(problem, KdaProblem):
         return f"has no kernel for {op}"
-    from cula.ops.cute import kda  # with the kernels' host side, which most machines have no use for
+    from cula.ops.cute.archs import target_of  # with the kernels' host side, which most machines have no use for
     from cula.ops.cute.toolchain import self_check
 
     reason = _cute_why_not(problem, ((10, 0), (10, 3))) or _cute_why_not_kda(problem)
-    return reason or loader.missing(kda.ARCH_OF[problem.sm]) or self_check.objection(problem)
+    return reason or loader.missing(target_of(problem.sm)) or self_check.objection(problem)
 
 
 def _cute_how(op: str, problem: Problem) -> str | None:
@@ -191,24 +191,9 @@ def _cute_why_not(problem: Problem, sms: tuple[tuple[int, int], ...]) -> str | N
 
 
 def _cute_why_not_kda(p: KdaProblem) -> str | None:
-    if p.K != 128 or p.V != 128:
-        return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
-    if p.gate == "softplus":
-        return "has no softplus gate: pass lower_bound, or log decays"
-    if p.gate == "log" and not p.options.safe_gate and not p.has_scalar_gate:
-        return "needs decays of -5 or more a token: lower_bound with the gate in the kernel, or safe_gate=True with log decays"
-    for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
-        if dtype not in (torch.bfloat16, torch.float32):
-            return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
-    if p.B * p.T // 64 + p.N >= 2**16:
-        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
-    if (p.B * p.T + 64 * p.N) * p.HV >= 2**25:
-        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
-    if p.options.return_intermediate_states:
-        return "does not return intermediate states"
-    if p.options.disable_recompute and p.needs_grad:
-        return "keeps nothing for the backward, which disable_recompute=True asks for"
-    return None
+    from cula.ops.cute import kda  # see above
+
+    return kda.why_not("kda_fwd", p)
 
 
 def _cute_why_not_decode(p: DecodeProblem) -> str | None:

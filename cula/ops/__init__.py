@@ -8,7 +8,7 @@ may be anything), offsets are int32; they, states and a gate's parameters are co
 | module         | function                                         | returns                                         |
 |----------------|--------------------------------------------------|-------------------------------------------------|
 | `kda.py`       | `kda_fwd(problem, x, out=None)`                  | `KdaForward`                                    |
-|                | `kda_fwd_again(problem, x, out)` (optional)      | a `Plan` for calls like this one, or None       |
+|                | `record_kda_fwd(problem, x, out)` (optional)     | a `Plan` for calls like this one, or None       |
 |                | `kda_bwd(problem, x, saved, do, dht)`            | `KdaGrads`, each in the dtype of its input      |
 |                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
 |                | `kda_state_grad(problem, x, do, dht=None)`       | `d_initial_state` and nothing else              |

@@ -25,6 +25,7 @@ ADDRESS, I64, I32, F32 = "address", "i64", "i32", "f32"
 # How a host function may annotate a parameter of each type.
 ANNOTATIONS = {ADDRESS: ("Int64",), I64: ("Int64",), I32: ("I32", "Int32"), F32: ("F32", "Float32")}
 RANGES = {I64: 2**63, I32: 2**31}
+TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
 
 
 class Arg(NamedTuple):

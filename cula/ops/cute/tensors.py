@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
+from cula.ops.cute.abi import TMA_BYTES
 
 
 def as_tokens(t: Tensor) -> Tensor:
@@ -33,5 +33,5 @@ def stream_of(device: torch.device) -> int:
 
 
 def address(t: Tensor | None) -> int:
-    """As kernels take it: 0 for a tensor that a call has not."""
+    """As kernels take it: 0 for a tensor that a call does not have."""
     return 0 if t is None else t.data_ptr()

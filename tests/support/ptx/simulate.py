@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cula.ops.cute import build, loader
+from cula.ops.cute.toolchain import build, loader
 from cula.ops.cute.toolchain.variants import modules_of
 from tests.support.ptx import launch
 from tests.support.ptx.host import Host, Tensor

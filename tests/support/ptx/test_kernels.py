@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from cula.ops.cute import build
+from cula.ops.cute.toolchain import build
 from tests.support.ptx import HostError, SimulationError, compile_all, compiled, simulate
 from tests.support.ptx.cases import CASES, HOPPER, check, compiled_case, orders_of
 
