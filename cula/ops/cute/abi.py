@@ -68,6 +68,8 @@ class Abi:
         self.addresses = tuple(a for a in self.args if a.type == ADDRESS)
         self.numbers = tuple(a for a in self.args if a.type != ADDRESS)
         self.alignment = {a.name: a.align for a in self.addresses}  # in bytes, by name
+        self._wanted = tuple(float if a.type == F32 else int for a in self.numbers)
+        self._limits = tuple(RANGES.get(a.type, 0) for a in self.numbers)
 
     def with_alignment(self, **align: int) -> Abi:
         """The same arguments, some addresses with another alignment: variants of a kernel may read a tensor in other pieces."""
@@ -84,15 +86,25 @@ class Abi:
     def pack_numbers(self, given: Mapping[str, int | float | bool]) -> tuple[int | float, ...]:
         """The numbers in order, as the types they are described by."""
         values = self.in_order(self.numbers, given)
-        return tuple([self._number(a, x) for a, x in zip(self.numbers, values)])
+        # Most are of their type already, and a call has some thirty of them: no function is called for those.
+        return tuple(
+            [
+                x if type(x) is wanted and (wanted is float or -limit <= x < limit) else self._number(a, x)
+                for a, wanted, limit, x in zip(self.numbers, self._wanted, self._limits, values)
+            ]
+        )
 
     def in_order(self, args: tuple[Arg, ...], given: Mapping[str, Any]) -> list[Any]:
         """What is given for some of the arguments, in their order; TypeError unless that is exactly these."""
-        if len(given) != len(args) or any(a.name not in given for a in args):
+        try:
+            found = [given[a.name] for a in args]
+        except KeyError:
+            found = []
+        if len(given) != len(args) or len(found) != len(args):
             wanted = [a.name for a in args]
             missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
             raise TypeError(f"{self.name}: arguments missing: {missing or 'none'}; unknown: {unknown or 'none'}")
-        return [given[a.name] for a in args]
+        return found
 
     def _number(self, a: Arg, x: int | float | bool) -> int | float:
         if a.type == F32:

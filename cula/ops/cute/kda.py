@@ -153,10 +153,21 @@ def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor, ht: Ten
     beta_top = 0.0
     if p.options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
-    tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "o": o}
-    numbers: dict[str, int | float] = {f"{name}_token": t.stride(1) for name, t in tokens.items()}
-    numbers |= {f"{name}_head": t.stride(2) for name, t in tokens.items()}  # of one gate a head too
-    numbers |= {
+    (q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head) = [
+        t.stride()[1:3]
+        for t in (x.q, x.k, x.v, x.g, o)  # of one gate a head too
+    ]
+    numbers: dict[str, int | float] = {
+        "q_token": q_token,
+        "q_head": q_head,
+        "k_token": k_token,
+        "k_head": k_head,
+        "v_token": v_token,
+        "v_head": v_head,
+        "g_token": g_token,
+        "g_head": g_head,
+        "o_token": o_token,
+        "o_head": o_head,
         "beta_token": x.beta.stride(1),
         "T": p.B * p.T,
         "N": p.N,
@@ -166,17 +177,21 @@ def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor, ht: Ten
         "lower": p.options.lower_bound or 0.0,
         "beta_top": beta_top,
         "beta_bits": 8 * x.beta.element_size(),
-        "has_h0": x.initial_state is not None,
-        "has_ht": ht is not None,
+        "has_h0": int(x.initial_state is not None),
+        "has_ht": int(ht is not None),
         "length": 0 if p.is_packed else p.T,
     }
     if schedule.is_fused:
-        numbers["clusters"] = schedule.clusters
-    else:
-        numbers |= schedule._asdict()
-        del numbers["clusters"]
-        numbers["halvings"] = (p.N - 1).bit_length()
-    return numbers
+        return numbers | {"clusters": schedule.clusters}
+    return numbers | {
+        "halvings": (p.N - 1).bit_length(),
+        "chunks": schedule.chunks,
+        "segments": schedule.segments,
+        "per_segment": schedule.per_segment,
+        "per_chained_segment": schedule.per_chained_segment,
+        "has_transitions": int(schedule.has_transitions),
+        "helpers": schedule.helpers,
+    }
 
 
 @functools.cache

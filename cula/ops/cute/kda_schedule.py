@@ -63,9 +63,9 @@ def schedule(problem: KdaProblem, num_sms: int) -> Schedule:
     if why_split(p, num_sms) is None:
         return fused(clusters_for(p, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
-    room = num_sms // (p.N * p.HV)
+    sms_each = num_sms // (p.N * p.HV)  # for a head of a sequence
     shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
-    wanted = max(1, min(room, -(-mean // shortest)))
+    wanted = max(1, min(sms_each, -(-mean // shortest)))
     if wanted == 1 and p.is_packed:
         return split_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
     made = split_into(p, -(-mean // wanted), num_sms)
@@ -107,8 +107,9 @@ def fused(clusters: int) -> Schedule:
 def why_split(problem: KdaProblem, num_sms: int) -> str | None:
     """Why a call does not go to the fused kernel, as a sentence; None if it does."""
     p = problem
-    if not arch_of(p.sm).kda.has_fused:
-        return "the fused kernel is Hopper's"
+    arch = arch_of(p.sm)
+    if not arch.kda.has_fused:
+        return f"{arch.title} has no fused kernel"
     if not p.options.use_qk_l2norm_in_kernel:
         return "the fused kernel takes keys that it normalises"
     if not p.has_scalar_gate and p.g_dtype is not torch.bfloat16:

@@ -23,15 +23,15 @@ layout
   * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need
     no shared memory, and the others only a copy of another warp's registers.
 
-| step (`kda_intra_steps.py`)              | by                       | waits for     |
-|--------------------------------------------|--------------------------|---------------|
-| `sum_gates`: decays, their sums over blocks | half of the channels     | g             |
-| `norms`, beta                              | k or q                   | k, q          |
-| `factors`: decays from block to block      | a thread a channel       | all warps     |
-| `first_pass`: k e^L, q e^L, kr, diagonal blocks of A and P | half of the channels | all warps |
-| `join_halves`, inverses of A's diagonal blocks | warps without a block below the diagonal | all warps |
-| `second_pass`: blocks below the diagonal; `scale_rows`: kb, qg | A and kb, or P and qg | |
-| `place_p`, `invert` and `place_t`; `send_square` | P, or T             | all warps     |
+| step (`kda_intra_steps.py`)                                    | by                                       | waits for |
+|----------------------------------------------------------------|------------------------------------------|-----------|
+| `sum_gates`: decays, their sums over blocks                    | half of the channels                     | g         |
+| `norms`, `write_strengths`                                     | k or q                                   | k, q      |
+| `factors`: decays from block to block                          | a thread a channel                       | all warps |
+| `first_pass`: k e^L, q e^L, kr, diagonal blocks of A and P     | half of the channels                     | all warps |
+| `join_halves`, inverses of A's diagonal blocks                 | warps without a block below the diagonal | all warps |
+| `second_pass`: blocks below the diagonal; `scale_rows`: kb, qg | A and kb, or P and qg                    |           |
+| `place_p`, `invert` and `place_t`; `send_square`               | P, or T                                  | all warps |
 
 Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
 diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range

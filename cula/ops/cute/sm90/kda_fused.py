@@ -17,20 +17,20 @@ Chunks are counted through all the heads of a cluster, so that the intra-chunk w
 
 | shared memory (`kda_fused_smem.py`)                                                    | bytes |
 |----------------------------------------------------------------------------------------|-------|
-| two slots: inputs, results in their places, all in between                             | 152 K |
+| two stages: inputs, results in their places, all in between                             | 152 K |
 | an inbox: a chunk that the partner computed                                            | 65 K  |
 | v [64 tokens, 64 dv]                                                                   | 8 K   |
 
-What the recurrence reads of a chunk leaves for the partner as soon as it is there. A slot is free when both recurrences are done
+What the recurrence reads of a chunk leaves for the partner as soon as it is there. A stage is free when both recurrences are done
 with its chunk, which also says that the copy has been made; g comes first, to the place of kb, with which they are done first.
 
 | mbarrier    | says                                                     | arrivals              |
 |-------------|----------------------------------------------------------|-----------------------|
-| `ready`     | a chunk of our own is computed, for each slot            | 256 threads           |
+| `ready`     | a chunk of our own is computed, for each stage            | 256 threads           |
 | `arrived`   | one of the partner's has come                            | 1, and its bytes      |
-| `half_free` | both recurrences have read kb and T, for each slot       | 4 warps here, 4 there |
+| `half_free` | both recurrences have read kb and T, for each stage       | 4 warps here, 4 there |
 | `free`      | and all else                                             | 4 warps here, 4 there |
-| `o_left`    | o, which was in memory of the slot that is not sent, has left it | 1             |
+| `o_left`    | o, which was in memory of the stage that is not sent, has left it | 1             |
 | `taken`     | o, which was in the partner's inbox, has left it         | 1 there               |
 | `v_full`    | v has come                                               | 1, and its bytes      |
 """
@@ -54,15 +54,15 @@ from cula.ops.cute.common.kda_intra_smem import Full
 from cula.ops.cute.common.kda_intra_steps import IntraMmas, intra_mmas
 from cula.ops.cute.common.kda_variant import fused_variants
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, Tma, by_head, tile_layout, tma_load, tma_store
-from cula.ops.cute.sm90.kda_fused_intra import intra_role, slot_layout
+from cula.ops.cute.sm90.kda_fused_intra import intra_role, stage_layout
 from cula.ops.cute.sm90.kda_fused_recurrence import recurrence_role
 from cula.ops.cute.sm90.kda_fused_smem import (
-    ARRIVALS,
     GROUPS,
     RESULT_BYTES,
-    SLOT_BYTES,
+    STAGE_BYTES,
     Cluster,
     allocate_mbarriers,
+    init_mbarriers,
 )
 from cula.ops.cute.sm90.kda_recurrence_steps import Mmas, recurrence_mmas
 from cula.ops.cute.toolchain.variants import Variant
@@ -90,31 +90,19 @@ class Memory(NamedTuple):
     mCu: Any  # [N + 1]
 
 
-class FusedSizes(NamedTuple):
-    """Numbers that blocks go by."""
+class Items(NamedTuple):
+    """The pieces of work of a launch, heads of sequences, and numbers that blocks go by."""
 
     has_h0: Any
     has_ht: Any
     length: Any
     group_of_heads: Any  # value heads of each head of q and k
     HV: Any
-    items: Any  # pieces of work: N HV
+    total: Any  # N HV
 
-
-class Work(NamedTuple):
-    """The pieces of work, heads of sequences."""
-
-    mCu: Any
-    has_h0: Any
-    has_ht: Any
-    length: Any
-    group_of_heads: Any
-    HV: Any
-    items: Any
-
-    def at(self, item: Any) -> Any:
+    def at(self, mCu: Any, item: Any) -> Any:
         """(Sequence, value head, first token, tokens) of one of them."""
-        return item_at(item, self.HV, self.mCu, self.length)
+        return item_at(item, self.HV, mCu, self.length)
 
 
 @cute.jit
@@ -129,20 +117,16 @@ def item_at(item: I32, HV: I32, mCu: cute.Tensor, length: I32):
 
 @cute.jit
 def set_up(
-    slots: cutlass.Constexpr, bars: cutlass.Constexpr, tma: cutlass.Constexpr, lt: cutlass.Constexpr, variant: cutlass.Constexpr
+    stages: cutlass.Constexpr, bars: cutlass.Constexpr, tma: cutlass.Constexpr, lt: cutlass.Constexpr, variant: cutlass.Constexpr
 ):
     """Barriers and descriptors, by one warp."""
     for g in cutlass.range_constexpr(GROUPS):
-        full = slot_layout(slots, g, lt, variant).full
+        full = stage_layout(stages, g, lt, variant).full
         with cute.arch.elect_one():
             for which in Full:
                 cute.arch.mbarrier_init(full + which, 1)
     with cute.arch.elect_one():
-        for g in cutlass.range_constexpr(GROUPS):
-            for bar, arrivals in list(zip(bars, ARRIVALS))[:4]:
-                cute.arch.mbarrier_init(bar + g, arrivals)
-        for bar, arrivals in list(zip(bars, ARRIVALS))[4:]:
-            cute.arch.mbarrier_init(bar, arrivals)
+        init_mbarriers(bars)
     for of in tma:
         cpasync.prefetch_descriptor(of.atom)
 
@@ -153,7 +137,7 @@ def fused_kernel(
     gates: GateInputs,
     memory: Memory,
     scalars: IntraScalars,
-    sizes: FusedSizes,
+    items: Items,
     mmas: IntraMmas,
     recurrence: Mmas,
     lt: cute.ComposedLayout,
@@ -165,14 +149,13 @@ def fused_kernel(
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     rank = block & 1
-    cluster = Cluster(rank=rank, number=block >> 1, count=blocks >> 1, partner=1 - rank)
-    work = Work(memory.mCu, *sizes)
+    cluster = Cluster(rank=rank, number=block >> 1, clusters=blocks >> 1, partner=1 - rank)
     smem = SmemAllocator()
-    slots = smem.allocate(GROUPS * SLOT_BYTES + RESULT_BYTES, 1024)
+    stages = smem.allocate(GROUPS * STAGE_BYTES + RESULT_BYTES, 1024)
     sV = smem.allocate_tensor(BF16, lv.outer, byte_alignment=1024, swizzle=lv.inner)
     bars = allocate_mbarriers(smem)
     if warp_id == 0:
-        set_up(slots, bars, tma, lt, variant)
+        set_up(stages, bars, tma, lt, variant)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
@@ -180,10 +163,10 @@ def fused_kernel(
 
     if warp_id < RECURRENCE_WARP:
         cute.arch.setmaxregister_decrease(INTRA_REGISTERS)
-        intra_role(tma, gates, scalars, work, mmas, variant, slots, bars, cluster, lt)
+        intra_role(tma, gates, scalars, items, memory.mCu, mmas, variant, stages, bars, cluster, lt)
     else:
         cute.arch.setmaxregister_increase(RECURRENCE_REGISTERS)
-        recurrence_role(tma, memory, work, recurrence, slots, sV, bars, cluster)
+        recurrence_role(tma, memory, items, recurrence, stages, sV, bars, cluster)
     cute.arch.cluster_arrive()  # the partner may still send
     cute.arch.cluster_wait()
 
@@ -248,7 +231,7 @@ def fused_host(
         x.gates,
         Memory(by_head(x.o), x.h0, x.ht, x.cu),
         IntraScalars(scale, lower, beta_top, beta_bits),
-        FusedSizes(has_h0, has_ht, length, HV // H, HV, N * HV),
+        Items(has_h0, has_ht, length, HV // H, HV, N * HV),
         intra_mmas(),
         recurrence_mmas(F16),
         lt,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused KDA kernel, the intra-chunk role: eight warps compute every fourth chunk in their slot, and send it to the partner.
+"""The fused KDA kernel, the intra-chunk role: eight warps compute every fourth chunk in their stage, and send it to the partner.
 
 The steps are those of `common/kda_intra_steps.py`. At each barrier all warps of a group wait, also where some need not: where
 warps pass by one, compute-sanitizer's racecheck takes others for broken, in kernels of ten lines, too. What it costs could not be
@@ -36,25 +36,25 @@ from cula.ops.cute.common.kda_intra_steps import (
 )
 from cula.ops.cute.common.tiles import I32
 from cula.ops.cute.kda_abi import TILE_BYTES
-from cula.ops.cute.sm90.kda_fused_smem import INBOX, P_AT, RESULT_BYTES, SLOT_BYTES, Barrier, send
+from cula.ops.cute.sm90.kda_fused_smem import INBOX, P_AT, RESULT_BYTES, STAGE_BYTES, Barrier, send
 
 SEND_WARP = 4  # of a group
 
 
 class Group(NamedTuple):
-    """Eight warps and their slot."""
+    """Eight warps and their stage."""
 
     number: Any
     thread: Any  # in the group
     smem: SmemLayout
-    start: Any  # of the slot
+    start: Any  # of the stage
     inbox: Any
     bars: Any  # `Mbarriers`
     partner: Any  # its rank
 
 
-def slot_layout(slots: Any, slot: Any, lt: Any, variant: Any) -> SmemLayout:
-    return smem_layout(Arena(slots + slot * SLOT_BYTES), lt, lt, variant, stays=True)
+def stage_layout(stages: Any, stage: Any, lt: Any, variant: Any) -> SmemLayout:
+    return smem_layout(Arena(stages + stage * STAGE_BYTES), lt, lt, variant, stays=True)
 
 
 def wait_in_a_branch(barrier: Any) -> None:
@@ -68,10 +68,11 @@ def intra_role(
     tma: cutlass.Constexpr,
     gates: cutlass.Constexpr,
     scalars: cutlass.Constexpr,
-    work: cutlass.Constexpr,
+    items: cutlass.Constexpr,
+    mCu: cute.Tensor,
     mmas: cutlass.Constexpr,
     variant: cutlass.Constexpr,
-    slots: cutlass.Constexpr,
+    stages: cutlass.Constexpr,
     bars: cutlass.Constexpr,
     cluster: cutlass.Constexpr,
     lt: cutlass.Constexpr,
@@ -79,19 +80,19 @@ def intra_role(
     """A group: chunks 2 group + rank, + 4, ..., counted through all the heads of a cluster."""
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) >> 3
     thread = cute.arch.thread_idx()[0] & 255
-    smem = slot_layout(slots, number, lt, variant)
-    start, inbox = slots + number * SLOT_BYTES, slots + INBOX * SLOT_BYTES
+    smem = stage_layout(stages, number, lt, variant)
+    start, inbox = stages + number * STAGE_BYTES, stages + INBOX * STAGE_BYTES
     group = Group(number, thread, smem, start, inbox, bars, cluster.partner)
     item, chunk, use = cluster.number, 2 * number + cluster.rank, I32(0)
-    while item < work.items:
-        _, hv, begin, tokens = work.at(item)
+    while item < items.total:
+        _, hv, begin, tokens = items.at(mCu, item)
         if chunk * 64 < tokens:
-            h = hv if work.group_of_heads == 1 else hv // work.group_of_heads
+            h = hv if items.group_of_heads == 1 else hv // items.group_of_heads
             place = (hv, h, begin + chunk * 64, tokens - chunk * 64)
             intra_chunk(tma, gates, scalars, mmas, variant, group, place, use)
             chunk, use = chunk + 4, use + 1
         else:
-            chunk, item = chunk - (tokens + 63) // 64, item + cluster.count
+            chunk, item = chunk - (tokens + 63) // 64, item + cluster.clusters
 
 
 @cute.jit
@@ -105,15 +106,15 @@ def intra_chunk(
     place: cutlass.Constexpr,
     use: I32,
 ):
-    """The chunk of a `place` (value head, head, first token, tokens from there to the sequence's end), in the group's slot, which
-    has been used `use` times."""
+    """The chunk of a `place`: (value head, head, first token, tokens from there to the sequence's end). It is computed in the
+    group's stage, which has been used `use` times."""
     hv, h, t0, left = place
-    smem, bars, slot, thread = group.smem, group.bars, group.number, group.thread
+    smem, bars, stage, thread = group.smem, group.bars, group.number, group.thread
     wid = cute.arch.make_warp_uniform(thread // 32)
     side, block_row = wid >> 2, wid & 3
     lane = cute.arch.lane_idx()
     r, c = lane >> 2, lane & 3
-    everyone = NamedBarrier(barrier_id=Barrier.GROUP + slot, num_threads=256)
+    everyone = NamedBarrier(barrier_id=Barrier.GROUP + stage, num_threads=256)
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
     has_channels = not variant.is_scalar
 
@@ -121,7 +122,7 @@ def intra_chunk(
     of_g = [(tma.g, smem.g, hv, Full.G)] if cutlass.const_expr(has_channels) else []
     of_kq = [(tma.k, smem.k, h, Full.KQ), (tma.q, smem.q, h, Full.KQ)]
     if wid == 0:
-        cute.arch.mbarrier_wait(bars.half_free + slot, (use + 1) & 1)
+        cute.arch.mbarrier_wait(bars.half_free + stage, (use + 1) & 1)
         if cutlass.const_expr(has_channels):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
@@ -132,7 +133,7 @@ def intra_chunk(
         cute.arch.mbarrier_wait(smem.full + Full.G, use & 1)
     everyone.arrive_and_wait()  # the bias is there, too
     if wid == 0:
-        cute.arch.mbarrier_wait(bars.free + slot, (use + 1) & 1)
+        cute.arch.mbarrier_wait(bars.free + stage, (use + 1) & 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
         load_tiles(of_kq, t0, smem.full)
@@ -151,7 +152,7 @@ def intra_chunk(
     everyone.arrive_and_wait()
 
     # -- scores and tiles
-    cute.arch.mbarrier_wait(bars.o_left + slot, (use + 1) & 1)  # the first pass writes to where it was
+    cute.arch.mbarrier_wait(bars.o_left + stage, (use + 1) & 1)  # the first pass writes to where it was
     diagonal_a, diagonal_p = first_pass(x, until, after, L, rest, b)
     everyone.arrive_and_wait()
     for i in cutlass.range_constexpr(2):
@@ -167,7 +168,7 @@ def intra_chunk(
     cute.arch.fence_proxy("async.shared", space="cta")
     everyone.arrive_and_wait()
     if wid == SEND_WARP:  # tiles are complete; T and P follow
-        cute.arch.mbarrier_wait(bars.taken, (slot + 1) & 1)
+        cute.arch.mbarrier_wait(bars.taken, (stage + 1) & 1)
         with cute.arch.elect_one():
             send(group.start, group.inbox, P_AT, bars.arrived, group.partner)
 
@@ -184,8 +185,8 @@ def intra_chunk(
         for _ in range(2):
             wait_in_a_branch(everyone)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.mbarrier_arrive(bars.ready + slot)  # each thread for itself: so racecheck can follow
+    cute.arch.mbarrier_arrive(bars.ready + stage)  # each thread for itself: so racecheck can follow
     if wid == SEND_WARP:
-        cute.arch.mbarrier_wait(bars.ready + slot, use & 1)
+        cute.arch.mbarrier_wait(bars.ready + stage, use & 1)
         with cute.arch.elect_one():
             send(group.start + P_AT, group.inbox + P_AT, RESULT_BYTES - P_AT, bars.arrived, group.partner)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused KDA kernel, the recurrence role: a warpgroup with 64 rows dv of the state passes over all chunks of a head.
 
-How soon it is done with a slot decides how fast chunks pass. So it is T that has b, not kb: U = (T b) (v - S kb^T). When a chunk
+How soon it is done with a stage decides how fast chunks pass. So it is T that has b, not kb: U = (T b) (v - S kb^T). When a chunk
 comes, v and -S are in their places and the first product begins at once.
 """
 
@@ -34,7 +34,7 @@ from cula.ops.cute.sm90.kda_fused_smem import (
     Barrier,
     place_of_o,
     results_at,
-    slot_of,
+    stage_of,
     tell_o_left,
     tell_owner,
 )
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     n: Any  # of all that the cluster has passed
     chunk: Any  # of the sequence
     chunks: Any  # of the sequence
-    slot: Any
+    stage: Any
     left: Any  # tokens from its start to the sequence's end
 
 
@@ -68,9 +68,9 @@ def recurrence_barrier(which: Barrier) -> NamedBarrier:
 def recurrence_role(
     tma: cutlass.Constexpr,
     memory: cutlass.Constexpr,
-    work: cutlass.Constexpr,
+    items: cutlass.Constexpr,
     mmas: cutlass.Constexpr,
-    slots: cutlass.Constexpr,
+    stages: cutlass.Constexpr,
     sV: cutlass.Constexpr,
     bars: cutlass.Constexpr,
     cluster: cutlass.Constexpr,
@@ -78,11 +78,11 @@ def recurrence_role(
     """A warpgroup: the heads number, number + clusters, ... from their first state to their last."""
     rank, thread = cluster.rank, cute.arch.thread_idx()[0] % 128
     warp_in = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
-    tiles, sVec = results_at(slots)
+    tiles, sVec = results_at(stages)
     w = make_consumer(rank, thread, mmas, tiles, sVec, sV)
     n = I32(0)
-    for item in cutlass.range(cluster.number, work.items, cluster.count, unroll=1):
-        seq, hv, begin, tokens = work.at(item)
+    for item in cutlass.range(cluster.number, items.total, cluster.clusters, unroll=1):
+        seq, hv, begin, tokens = items.at(memory.mCu, item)
         chunks = (tokens + 63) // 64
         v_rows, o_tiles, o_rows = [
             cute.local_tile(cute.domain_offset((begin, 0), t[None, None, hv]), (64, 64), (None, rank))
@@ -94,19 +94,19 @@ def recurrence_role(
             ask_for_v(v, I32(0))
         w.factor.fill(1.0)
         w.accS.fill(0.0)
-        if work.has_h0 == 1:
+        if items.has_h0 == 1:
             cute.autovec_copy(w.ours(memory.mH0[seq, hv, None, None]), w.accS)
         for chunk in cutlass.range(chunks, unroll=1):
-            slot = slot_of(n, rank)
+            stage = stage_of(n, rank)
             cute.arch.mbarrier_wait(bars.v_full, n & 1)
-            step = Step(n, chunk, chunks, slot, tokens - chunk * 64)
+            step = Step(n, chunk, chunks, stage, tokens - chunk * 64)
             accO = recurrence_step(w, v, bars, step, warp_in)
-            store_o(w, accO, tma.o, o_tiles, o_rows, slots, step, warp_in)
+            store_o(w, accO, tma.o, o_tiles, o_rows, stages, step, warp_in)
             warpgroup.wait_group(0)
             tell_owner(bars.free, n, rank)
             n += 1
         unscale_rows(w.S, w.factor)
-        if work.has_ht == 1:
+        if items.has_ht == 1:
             cute.autovec_copy(w.accS, w.ours(memory.mHt[seq, hv, None, None]))
     cute.arch.cp_async_bulk_wait_group(0)
 
@@ -122,8 +122,8 @@ def ask_for_v(v: cutlass.Constexpr, chunk: I32):
 @cute.jit
 def recurrence_step(w: cutlass.Constexpr, v: cutlass.Constexpr, bars: cutlass.Constexpr, step: cutlass.Constexpr, warp_in: I32):
     """v - R, U, o and the new state; o is left in its accumulator while the state is on its way. All that can be is done before
-    the chunk is waited for: how long a slot is occupied decides how fast chunks pass."""
-    n, chunk, chunks, slot, left = step
+    the chunk is waited for: how long a stage is occupied decides how fast chunks pass."""
+    n, chunk, chunks, stage, left = step
     mma_x, mma_t, mma_s = w.mmas
     thr_x, thr_t = mma_x.get_slice(w.thread), mma_t.get_slice(w.thread)
     bKb, bQg, bP, bT, bKr = w.operands
@@ -141,31 +141,31 @@ def recurrence_step(w: cutlass.Constexpr, v: cutlass.Constexpr, bars: cutlass.Co
     recurrence_barrier(Barrier.V_USED).arrive_and_wait()
     if warp_in == 0 and chunk + 1 < chunks:
         ask_for_v(v, chunk + 1)
-    if slot < INBOX:
-        cute.arch.mbarrier_wait(bars.ready + slot, (n >> 2) & 1)
+    if stage < INBOX:
+        cute.arch.mbarrier_wait(bars.ready + stage, (n >> 2) & 1)
     else:
         if warp_in == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.arrived, RESULT_BYTES)
         cute.arch.mbarrier_wait(bars.arrived, (n >> 1) & 1)
-    issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, slot], True)
+    issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], True)
     if warp_in == 0 and n > 0:  # the other warps are done with the last o since they came for v
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         tell_o_left(bars, n - 1, w.part)
     warpgroup.wait_group(0)
-    issue(mma_t, accU, seen_as_a(rounded(accX, F16)), bT[None, None, None, slot], False)
+    issue(mma_t, accU, seen_as_a(rounded(accX, F16)), bT[None, None, None, stage], False)
     warpgroup.wait_group(0)
     aU = seen_as_a(rounded(accU, F16))
-    issue(mma_x, accO, aU, bP[None, None, None, slot], False)
+    issue(mma_x, accO, aU, bP[None, None, None, stage], False)
     tell_owner(bars.half_free, n, w.part)  # kb and T have been read
     for part in cutlass.range_constexpr(2):  # S in 16 bits once more, by halves: there are no registers to keep it in
         again = cute.make_rmem_tensor_like(accX, F16)
         again.store(cute.make_tensor(accS.iterator + 32 * part, accX.layout).load().to(F16))
-        issue(mma_x, accO, seen_as_a(again), bQg[None, None, (None, part), slot], True)
-        decay_columns(w, S, at_s, slot, part)
+        issue(mma_x, accO, seen_as_a(again), bQg[None, None, (None, part), stage], True)
+        decay_columns(w, S, at_s, stage, part)
         if cutlass.const_expr(part == 0):
             warpgroup.wait_group(0)
-    issue(mma_s, accS, aU, bKr[None, None, None, slot], True)
+    issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
     warpgroup.wait_group(1)
     return accO
 
@@ -199,7 +199,7 @@ def store_o(
     tma_o: cutlass.Constexpr,
     o_tiles: cute.Tensor,
     o_rows: cute.Tensor,
-    slots: cute.Pointer,
+    stages: cute.Pointer,
     step: cutlass.Constexpr,
     warp_in: I32,
 ):
@@ -207,7 +207,7 @@ def store_o(
     unscale_rows(rows_and_columns(accO), w.factor)
     rO = rounded(accO)
     recurrence_barrier(Barrier.QG_READ).arrive_and_wait()
-    to_o = place_of_o(slots, step.slot)
+    to_o = place_of_o(stages, step.stage)
     cute.copy(w.copy_o, w.copy_o.retile(rO), w.copy_o.partition_D(swapped(to_o)))
     cute.arch.fence_proxy("async.shared", space="cta")
     recurrence_barrier(Barrier.O_IN_PLACE).arrive_and_wait()
