@@ -39,7 +39,7 @@ MODULE_OF = {
     "lightning_map": "lightning",
     "lightning_state_grad": "lightning",
     "decode": "decode",
-    "decode_again": "decode",
+    "record_decode": "decode",
 }
 
 
@@ -153,7 +153,9 @@ def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
     if reason is None and isinstance(problem, KdaProblem):
         reason = _cute_why_not_kda(problem)
     elif reason is None and isinstance(problem, DecodeProblem):
-        reason = _cute_why_not_decode(problem)
+        from cula.ops.cute import decode  # see below
+
+        reason = decode.why_not(op, problem)
     elif reason is None and (problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS):
         reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     return reason or loader.missing("sm_90a")
@@ -194,27 +196,6 @@ def _cute_why_not_kda(p: KdaProblem) -> str | None:
     from cula.ops.cute import kda  # see above
 
     return kda.why_not("kda_fwd", p)
-
-
-def _cute_why_not_decode(p: DecodeProblem) -> str | None:
-    if p.T == 1 and p.pool_dtype == torch.float32:
-        return "takes 2 to 8 tokens a row on float32 states: with one, Triton's kernel runs at the memory's speed"
-    if p.T == 1 and p.has_scalar_gate:
-        return "takes one gate a channel where a row has one token"
-    if p.K != 128 or p.V != 128:
-        return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
-    if p.has_token_indices or p.has_accepted or p.has_intermediate_states:
-        return "does not keep the states of draft tokens"
-    if p.options.state_is_kv:
-        return "takes pools [P, HV, V, K], and this one is [P, HV, K, V]"
-    for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
-        if dtype not in (None, torch.bfloat16, torch.float32):
-            return f"takes {name} in bfloat16 or float32, and this call has {_word(dtype)}"
-    if not p.has_aligned_slots:
-        return "reads 16 bytes at a time, and slots of the pool do not begin at multiples of that"
-    if p.N >= 2**16 or p.HV >= 2**16:
-        return "takes fewer than 2^16 rows and value heads a call"
-    return None
 
 
 def _word(dtype: torch.dtype) -> str:

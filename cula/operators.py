@@ -129,7 +129,7 @@ def decode_plan(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs, ba
     """
     if any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, x)):
         return None
-    make = choose("decode", problem, backend).backend.find("decode_again")
+    make = choose("decode", problem, backend).backend.find("record_decode")
     if make is None:
         return None
     with on_device_of(x.q):

@@ -47,7 +47,7 @@ def test_a_decode_plan_is_for_tensors_that_were_not_copied(monkeypatch):
     problem, x, _ = check_decode(given, DecodeOptions())
     backend = SimpleNamespace(find=lambda name: lambda *arguments: (name, *arguments))
     monkeypatch.setattr(operators, "choose", lambda *arguments: SimpleNamespace(backend=backend))
-    assert operators.decode_plan(problem, x, given) == ("decode_again", problem, x, given)
+    assert operators.decode_plan(problem, x, given) == ("record_decode", problem, x, given)
     assert operators.decode_plan(problem, x._replace(k=x.k.clone()), given) is None
 
 

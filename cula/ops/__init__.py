@@ -21,7 +21,7 @@ may be anything), offsets are int32; they, states and a gate's parameters are co
 |                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
 |                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |
 | `decode.py`    | `decode(problem, x)`                             | `o [N, T, HV, V]`; writes x.state, ..., x.out   |
-|                | `decode_again(problem, x, given)` (optional)     | a `Plan` for calls like this one, or None       |
+|                | `record_decode(problem, x, given)` (optional)    | a `Plan` for calls like this one, or None       |
 
 `dht` is None when nothing was differentiated through the final state. States are [N, HV, V, K], so a sequence maps its
 first state to its last as `ht = h0 @ M + B` with M [N, HV, K, K] and B [N, HV, V, K]; a gradient goes back through it

@@ -370,7 +370,7 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
+def record_decode(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> Recipe | None:
     """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came, which
     are at the same addresses. It makes o and names the pool."""
     like_v = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)

@@ -245,7 +245,7 @@ def test_slots_are_asked_for_early(interpreted, monkeypatch, case):
     interpreted(races=True)
     check(case, "cpu")
     assert not asked
-    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
     check(case, "cpu")
     p, _ = make(case, "cpu")
     live = p.N if case.rows is None else sum(slot >= 0 for slot in case.rows)  # slot 0 is one, even if it means none
@@ -257,7 +257,7 @@ def test_only_slots_of_the_pool_are_asked_for(interpreted, monkeypatch, slot, is
     """Whatever is named before the kernel in front has ended; and the result is that of the slots that are named afterwards."""
     asked = []
     monkeypatch.setattr(copies.Copies, "hint", lambda *of: asked.append(of))
-    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
     interpreted(edit=lambda text: re.sub(r"(ld\.relaxed\.gpu\.global\.b32 (%r\d+), .*;)", rf"\1 mov.b32 \2, {slot};", text))
     check(Case(T=1, pool=BF16), "cpu")
     assert bool(asked) == is_asked
@@ -327,7 +327,7 @@ def launched(monkeypatch, request):
 def test_again_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     decode.decode(p, x)
-    o, state = run_plan(decode.decode_again(p, x, x), x)
+    o, state = run_plan(decode.record_decode(p, x, x), x)
     assert o is x.out and state is x.state
     assert launched[0] == launched[1]
 
@@ -335,7 +335,7 @@ def test_again_launches_what_a_call_launches(launched, case):
 def test_again_makes_an_output(launched):
     p, x = make(Case(), "cpu")
     given = x._replace(out=None)
-    o, _ = run_plan(decode.decode_again(p, given, given), given)
+    o, _ = run_plan(decode.record_decode(p, given, given), given)
     assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert launched[0][1][10] == o.data_ptr()
 
@@ -370,14 +370,14 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
 )
 def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
     p, x = make(case, "cpu")
-    again = decode.decode_again(p, x, x)
+    again = decode.record_decode(p, x, x)
     assert (run_plan(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
     assert len(launched) == fits
 
 
 def test_some_calls_have_no_plan(launched):
     p, x = make(Case(layout="odd"), "cpu")
-    assert decode.decode_again(p, x, x) is None
+    assert decode.record_decode(p, x, x) is None
     assert not launched
 
 

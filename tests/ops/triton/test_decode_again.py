@@ -64,7 +64,7 @@ def test_a_plan_passes_addresses_in_the_kernels_order(launches, call, has_out):
     x, options = call
     x = x._replace(out=torch.empty_like(x.v)) if has_out else x
     problem, rows, _ = check_decode(x, options)
-    again = decode.decode_again(problem, rows, x)
+    again = decode.record_decode(problem, rows, x)
     o, state = run_plan(again, x)
     assert state is x.state
     assert o is x.out if has_out else o.shape == x.v.shape and o.is_contiguous()
@@ -82,7 +82,7 @@ def test_addresses_that_the_kernel_was_not_compiled_for(launches, name):
     x, options = given("lightning" if name == "decay" else "kda", **drafts)
     x = x._replace(out=torch.empty_like(x.v))
     problem, rows, _ = check_decode(x, options)
-    again = decode.decode_again(problem, rows, x)
+    again = decode.record_decode(problem, rows, x)
     t = getattr(x, name)
     moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     assert moved.data_ptr() % ALIGNMENT
