@@ -8,6 +8,7 @@ slots that no row names: what a kernel reads or writes beside its own shows.
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from cula import reference
 from cula.contract import DecodeInputs, DecodeOptions, DecodeProblem, check_decode
 from cula.dispatch import choose
 from cula.ops.cute import decode
+from cula.ops.cute.decode_abi import DECODE
 from cula.ops.cute.toolchain import build, loader, variants
 from cula.reference import relative_error
 from tests.support import ptx
+from tests.support.abi import swapped
 from tests.support.plans import plan_on_cpu, run_plan, stand_in
 from tests.support.ptx import copies
 
@@ -296,6 +299,29 @@ def test_cases_take_every_variant():
     assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])}
 
 
+BLACKWELL = ("decode_1_bf16", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_the_same_kernels_compile_for_blackwell(arch):
+    """They use nothing that only Hopper has. No call takes them there yet, see `test_what_the_backend_takes`."""
+    for facts, hopper in zip(*(ptx.compile_all(of, names=BLACKWELL) for of in (arch, "sm_90a")), strict=True):
+        assert facts.stack_bytes == 0
+        assert (facts.name, facts.instructions, facts.smem_bytes) == (hopper.name, hopper.instructions, hopper.smem_bytes)
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("names", [("q", "k"), ("g", "beta"), ("scale", "lower_bound"), ("q_row", "k_row"), ("N", "HV")], ids=str)
+def test_swapped_arguments_are_noticed_before_any_launch(names):
+    from cula.ops.cute.common.arguments import fake_arguments
+    from cula.ops.cute.common.decode_frame import decode_host
+
+    fake_arguments(DECODE, decode_host)
+    with pytest.raises(TypeError, match=f"decode: the description has {names[1]}: .* where the host function has {names[0]}"):
+        fake_arguments(swapped(DECODE, *names), decode_host)
+
+
 @pytest.mark.parametrize("T", [2, 3, 4, 8])
 def test_the_number_of_states_chooses_the_kernel(T):
     """For N = 1, 8, 64 with 32 heads, as measured, and of bfloat16 states that are neither few nor many the tall one."""
@@ -338,6 +364,28 @@ def test_again_makes_an_output(launched):
     o, _ = run_plan(decode.record_decode(p, given, given), given)
     assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert launched[0][1][10] == o.data_ptr()
+
+
+class LightningRows(NamedTuple):
+    """Inputs of a family that has no gates, in an order of its own."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    state: torch.Tensor
+    state_indices: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+def test_tensors_are_taken_by_name(launched):
+    p, x = make(Case(T=4, mode="lightning"), "cpu")
+    own = LightningRows(*(getattr(x, name) for name in LightningRows._fields))
+    decode.decode(p, x)
+    decode.decode(p, own)
+    o, state = run_plan(decode.record_decode(p, own, own), own)
+    assert o is x.out and state is x.state
+    assert launched[0] == launched[1] == launched[2]
 
 
 def moved(t: torch.Tensor, by: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common import decode_kda_intra, decode_lightning, decode_one
 from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.decode_call import Call, D, Place
+from cula.ops.cute.common.decode_call import BLOCKS, Call, D, Place
 from cula.ops.cute.common.decode_kda_bf16 import KdaBf16
 from cula.ops.cute.common.decode_kda_f32 import KdaF32
 from cula.ops.cute.common.decode_lightning_bf16 import LightningBf16
@@ -265,16 +265,19 @@ def decode_host(
     )
 
 
-def decode_variants() -> Iterator[Variant]:
-    """`decode_<tokens>_<states>`; with 16 lanes a row `decode_<tokens>_f32_wide`, 32 rows a warp `decode_<tokens>_bf16_tall`;
+def decode_variants(tall_blocks: int = BLOCKS) -> Iterator[Variant]:
+    """The kernels for an architecture, on which that many blocks with 32 rows a warp are to fit a multiprocessor.
+
+    `decode_<tokens>_<states>`; with 16 lanes a row `decode_<tokens>_f32_wide`, 32 rows a warp `decode_<tokens>_bf16_tall`;
     of Lightning the same with `_lightning`. One token has states in bfloat16 alone; several of Lightning on those have one
-    kernel for all numbers of tokens."""
+    kernel for all numbers of tokens.
+    """
     yield _variant("decode_1_bf16", OneToken(is_kda=True))
     yield _variant("decode_1_bf16_lightning", OneToken(is_kda=False))
     for T in TOKENS:
         yield _variant(f"decode_{T}_bf16", KdaBf16(T))
         if T in TALL_TOKENS:
-            yield _variant(f"decode_{T}_bf16_tall", KdaBf16(T, sides=4))
+            yield _variant(f"decode_{T}_bf16_tall", KdaBf16(T, sides=4, tall_blocks=tall_blocks))
         for name, lanes in (("f32", 8), ("f32_wide", 16)):
             yield _variant(f"decode_{T}_{name}", KdaF32(T, lanes))
             yield _variant(f"decode_{T}_{name}_lightning", LightningF32(T, lanes))

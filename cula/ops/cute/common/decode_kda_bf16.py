@@ -43,13 +43,15 @@ from cula.ops.cute.decode_abi import Flag
 class KdaBf16(StateBf16):
     """What T tokens do to the rows of a warp."""
 
+    tall_blocks: int = BLOCKS  # on a multiprocessor at least, where there are four sides
+
     is_kda = True
     warps = WARPS
 
     @property
     def blocks(self) -> int:
         """On a multiprocessor at least. A fifth is worth the few registers that it takes, where they are few."""
-        return BLOCKS + (self.sides == 2 and self.T <= 4)
+        return self.tall_blocks if self.sides == 4 else BLOCKS + (self.T <= 4)
 
     @property
     def tables(self) -> tuple[int, ...]:
