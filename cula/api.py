@@ -309,7 +309,7 @@ def cula_lightning(
         return o, final_state if output_final_state else None
     run = functools.partial(_infer_lightning, problem, choice, output_final_state)
     if words is not None and _is_as_given(x, given):
-        make = choice.backend.find("lightning_fwd_again") if state_pool is None else None
+        make = choice.backend.find("record_lightning_fwd") if state_pool is None else None
         again = None if make is None else make(problem, x, out)
         _lightning_plans.keep(tensors, words, run if again is None else again)
     return run((*x, *tensors[6:]))
@@ -328,8 +328,8 @@ def _infer_lightning(
             o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)
             return o, final_state if output_final_state else None
         in_place = None if output_final_state else choice.backend.find("lightning_fwd_pool")
-        if in_place is not None and (o := in_place(problem, x, pool, indices, has_initial_state, out)) is not None:
-            return o, None
+        if in_place is not None and not choice.backend.load("pool_why_not")(problem, pool.dtype, pool.stride(0), pool.data_ptr()):
+            return in_place(problem, x, pool, indices, has_initial_state, out), None
         x = x._replace(initial_state=read_pool(pool, indices, has_initial_state))
         o, final_state = choice.backend.load("lightning_fwd")(problem, x, out)
         write_pool(pool, indices, final_state)

@@ -33,8 +33,9 @@ MODULE_OF = {
     "kda_map": "kda",
     "kda_state_grad": "kda",
     "lightning_fwd": "lightning",
-    "lightning_fwd_again": "lightning",
+    "record_lightning_fwd": "lightning",
     "lightning_fwd_pool": "lightning",
+    "pool_why_not": "lightning",
     "lightning_bwd": "lightning",
     "lightning_map": "lightning",
     "lightning_state_grad": "lightning",
@@ -143,21 +144,18 @@ def _triton_why_not(op: str, problem: Problem) -> str | None:
     return None
 
 
-CUTE_LIGHTNING_HEAD_DIMS = (64, 128)
-
-
 def _cute_sm90_why_not(op: str, problem: Problem) -> str | None:
     if op not in ("kda_fwd", "lightning_fwd", "decode"):
         return f"has no kernel for {op}"
+    from cula.ops.cute import decode, lightning  # with the kernels' host side, which most machines have no use for
+
     reason = _cute_why_not(problem, ((9, 0),))
     if reason is None and isinstance(problem, KdaProblem):
         reason = _cute_why_not_kda(problem)
     elif reason is None and isinstance(problem, DecodeProblem):
-        from cula.ops.cute import decode  # see below
-
         reason = decode.why_not(op, problem)
-    elif reason is None and (problem.K != problem.V or problem.K not in CUTE_LIGHTNING_HEAD_DIMS):
-        reason = f"takes head dims K = V of {CUTE_LIGHTNING_HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    elif reason is None and isinstance(problem, LightningProblem):
+        reason = lightning.why_not(op, problem)
     return reason or loader.missing("sm_90a")
 
 

@@ -13,10 +13,12 @@ may be anything), offsets are int32; they, states and a gate's parameters are co
 |                | `kda_map(problem, x)`                            | `(M, B)`: the affine map of each sequence       |
 |                | `kda_state_grad(problem, x, do, dht=None)`       | `d_initial_state` and nothing else              |
 | `lightning.py` | `lightning_fwd(problem, x, out=None)`            | `(o, final_state or None)`                      |
-|                | `lightning_fwd_again(problem, x, out)`           | a `Plan` for calls like this one, or None       |
+|                | `record_lightning_fwd(problem, x, out)`          | a `Plan` for calls like this one, or None       |
 |                | (optional)                                       |                                                 |
 |                | `lightning_fwd_pool(problem, x, pool, indices,   | o; states come from a pool's slots and go       |
-|                | has_initial_state, out)` (optional)              | there. None: not this pool                      |
+|                | has_initial_state, out)` (optional)              | there                                           |
+|                | `pool_why_not(problem, pool_dtype, slot_stride,  | why not from this pool, as a sentence, or None; |
+|                | address)` (with it)                              | asked before                                    |
 |                | `lightning_bwd(problem, x, do, dht)`             | `(dq, dk, dv, d_initial_state or None)`         |
 |                | `lightning_map(problem, x)`                      | `(M, B)`, M one number a head: [N, HV, 1, 1]    |
 |                | `lightning_state_grad(problem, x, do, dht=None)` | `d_initial_state` and nothing else              |

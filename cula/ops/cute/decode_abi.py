@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host side of decode and its kernels agree on. Free of cutlass: the host side runs where there is no DSL.
+"""What the host side of decode and its kernels agree on. Free of cutlass, which the host side does without.
 
 `DECODE` lists the arguments of `decode_host` (`decode_frame.py`); one list serves every kernel of both families, and a tensor
 that a family or a call does not have is passed as address 0 with strides of 0.
