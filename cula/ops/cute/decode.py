@@ -21,16 +21,17 @@ from cula.ops.native import Recipe
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-# States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
-# instead of two, for which there are multiprocessors. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
+# Up to this many states, one a row and head, 16 lanes share a row of a float32 state instead of 8. A state then takes four blocks
+# instead of two, and there are multiprocessors for them. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
 # 3.13 / 3.55, 3.60 / 3.93, 5.37 / 7.32; N = 2 3.81 / 4.03, 4.52 / 4.63, 7.48 / 7.83; N = 4 4.92 / 5.33, 6.11 / 5.94, 11.8 / 10.3.
 WIDE_STATES = 64
-# States in bfloat16 from which on, and up to which, a warp has 32 rows of one instead of 16: a state then takes one block, which
-# prepares for it once. With fewer states there are multiprocessors for more blocks; with more, all wait for the memory. H200,
-# H = 32, us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
+# With this many states in bfloat16 a warp has 32 rows of one instead of 16. A state then takes one block, so that its tokens meet
+# each other once. With fewer states there are multiprocessors for more blocks; with more, all wait for the memory. H200, H = 32,
+# us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
 # N = 16 7.70 / 8.84, N = 32 15.6 / 18.2, N = 48 30.0 / 29.8, N = 64 41.3 / 39.4.
 TALL_STATES = range(96, 1025)
-# States in bfloat16 above which the blocks for one token, 8 for each, are not all there at once, 20 on 132 multiprocessors each.
+# With more states in bfloat16 than this, the blocks for one token, 8 a state, are not all there at once: 20 fit a multiprocessor,
+# and there are 132.
 PREFETCH_STATES = 330
 
 Tensors = Mapping[str, Tensor | None]  # by their names in `DECODE`
@@ -84,8 +85,9 @@ def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
 def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
     """Launch the kernel of that name; returns o."""
     o = _output(problem, x)
-    given = _named(x, o)
-    tensors = {key: t if _is_readable(problem, key, t) else _copy(t) for key, t in given.items()}
+    tensors = _named(x, o)
+    for key in _unreadable(problem, tensors):
+        tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
     numbers = DECODE.pack_numbers(_numbers(problem, tensors))
     addresses = DECODE.pack_addresses({key: address(t) for key, t in tensors.items()})
     load(name, ARCH)(*addresses, *numbers, stream_of(o.device))
@@ -99,7 +101,7 @@ def record_decode(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) 
     `given` as they came, which are at the same addresses. It makes o and names the pool."""
     o = _output(problem, x)
     tensors = _named(x, o)
-    if not all(_is_readable(problem, key, t) for key, t in tensors.items()):
+    if _unreadable(problem, tensors):
         return None
     fields = x._fields
     sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
@@ -118,20 +120,21 @@ def _named(x: DecodeInputs, o: Tensor) -> dict[str, Tensor | None]:
     return {name: getattr(x, name, None) for name in DECODE.alignment} | {"o": o}
 
 
-def _copy(t: Tensor | None) -> Tensor | None:
-    return t if t is None else t.clone(memory_format=torch.contiguous_format)
+def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
+    """Which tensors the kernels cannot read or write as they lie. Others than these will always do."""
+    align = decode_abi(p.T, p.has_scalar_gate).alignment
+    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if p.T == 1 else TOKEN_TENSORS
+    given = [(name, tensors[name]) for name in read_in_vectors]
+    return [name for name, t in given if t is not None and not _is_readable(t, align[name])]
 
 
-def _is_readable(p: DecodeProblem, name: str, t: Tensor | None) -> bool:
-    """Whether the kernels can read or write a tensor as it lies: vectors are aligned, and 32 bits hold the offsets in a row.
+def _is_readable(t: Tensor, align: int) -> bool:
+    """Whether vectors of so many bytes of channels are aligned, and 32 bits hold the offsets in a row.
 
-    Asked of tensors of tokens, [N, T, heads, channels] or [N, T, heads] with one number a head, and of dt_bias [heads, channels]
-    where it is read in vectors. Others will do as they are.
+    t is [N, T, heads, channels], [heads, channels], or [N, T, heads] with one number a head.
     """
-    if t is None or not (name in TOKEN_TENSORS or (name == "dt_bias" and p.T == 1)):
-        return True
     has_channels = t.dim() != 3
-    unit = decode_abi(p.T, p.has_scalar_gate).alignment[name] // t.element_size() if has_channels else 1
+    unit = align // t.element_size() if has_channels else 1
     row, *inside = t.stride()
     if has_channels and inside.pop() != 1:
         return False
@@ -156,25 +159,20 @@ def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool
     return numbers
 
 
-def _flags(p: DecodeProblem, tensors: Tensors) -> Flag:
-    options = p.options
-    indices = tensors["state_indices"]
-    chosen = {
-        Flag.USE_NORM: options.use_qk_l2norm_in_kernel,
-        Flag.IS_SOFTPLUS: p.gate == "softplus",
-        Flag.IS_BOUNDED: p.gate == "bounded",
-        Flag.G_IS_F32: _is_f32(tensors["g"]),
-        Flag.BETA_IS_F32: _is_f32(tensors["beta"]),
-        Flag.INDEX_IS_I64: indices is not None and indices.dtype == torch.int64,
-        Flag.ZERO_IS_NULL: options.null_is_nonpositive,
-        Flag.COMMIT: options.commit,
-        Flag.IS_SCALAR: p.has_scalar_gate,
-        Flag.PREFETCH: p.N * p.HV > PREFETCH_STATES,
-    }
-    flags = Flag(0)
-    for flag, is_set in chosen.items():
-        flags |= flag if is_set else Flag(0)
-    return flags
+def _flags(p: DecodeProblem, tensors: Tensors) -> int:
+    options, indices = p.options, tensors["state_indices"]
+    return (
+        Flag.USE_NORM * options.use_qk_l2norm_in_kernel
+        | Flag.IS_SOFTPLUS * (p.gate == "softplus")
+        | Flag.IS_BOUNDED * (p.gate == "bounded")
+        | Flag.G_IS_F32 * _is_f32(tensors["g"])
+        | Flag.BETA_IS_F32 * _is_f32(tensors["beta"])
+        | Flag.INDEX_IS_I64 * (indices is not None and indices.dtype == torch.int64)
+        | Flag.ZERO_IS_NULL * options.null_is_nonpositive
+        | Flag.COMMIT * options.commit
+        | Flag.IS_SCALAR * p.has_scalar_gate
+        | Flag.PREFETCH * (p.N * p.HV > PREFETCH_STATES)
+    )
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:

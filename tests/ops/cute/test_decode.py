@@ -350,7 +350,7 @@ def launched(monkeypatch, request):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.layout != "odd"], ids=str)
-def test_again_launches_what_a_call_launches(launched, case):
+def test_a_recorded_launch_is_that_of_a_call(launched, case):
     p, x = make(case, "cpu")
     decode.decode(p, x)
     o, state = run_plan(decode.record_decode(p, x, x), x)
@@ -358,7 +358,7 @@ def test_again_launches_what_a_call_launches(launched, case):
     assert launched[0] == launched[1]
 
 
-def test_again_makes_an_output(launched):
+def test_a_recorded_launch_makes_an_output(launched):
     p, x = make(Case(), "cpu")
     given = x._replace(out=None)
     o, _ = run_plan(decode.record_decode(p, given, given), given)
@@ -416,14 +416,14 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
+def test_a_recorded_launch_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
     p, x = make(case, "cpu")
     again = decode.record_decode(p, x, x)
     assert (run_plan(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
     assert len(launched) == fits
 
 
-def test_some_calls_have_no_plan(launched):
+def test_some_calls_are_not_recorded(launched):
     p, x = make(Case(layout="odd"), "cpu")
     assert decode.record_decode(p, x, x) is None
     assert not launched

@@ -249,7 +249,7 @@ def launched(monkeypatch, request):
 
 
 @pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, split"])
-def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
+def test_a_recorded_launch_is_that_of_a_call(launched, monkeypatch, name):
     per_seq = CASES[name].get("per_seq", 1)
     monkeypatch.setattr(lightning, "_schedule_on", lambda problem, device: make_schedule(problem, "d128", per_seq, NUM_SMS))
     call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=128, V=128)
@@ -265,7 +265,7 @@ def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
         assert [a for i, a in enumerate(before) if i not in fresh] == [a for i, a in enumerate(after) if i not in fresh]
 
 
-def test_again_is_for_tensors_that_need_no_copy(launched, monkeypatch):
+def test_a_recorded_launch_is_for_tensors_that_need_no_copy(launched, monkeypatch):
     monkeypatch.setattr(lightning, "_schedule_on", lambda problem, device: make_schedule(problem, "d128", 1, NUM_SMS))
     call = LightningCall(T=100, B=2, dtype=torch.bfloat16, H=2, HV=2, K=128, V=128)
     problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
@@ -289,7 +289,7 @@ def test_the_public_call_updates_a_pool_in_place(device):
         cula.cula_lightning(*given, cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots, backend=backend)
         for pool, backend in zip(pools, ("cute_sm90", "cute_sm90", "triton"))
     ]
-    assert torch.equal(results[0][0], results[1][0]), "the second call, by its plan, gives the same bits"
+    assert torch.equal(results[0][0], results[1][0]), "the second call, recorded, gives the same bits"
     assert torch.equal(pools[0], pools[1])
     assert relative_error(results[0][0], results[2][0]) < TOLERANCE[torch.bfloat16]
     assert relative_error(pools[0], pools[2]) < TOLERANCE[torch.bfloat16]

@@ -259,7 +259,7 @@ def decode_host(
         grid=(D // rows.warp_rows // rows.warps, HV, N),
         block=(32 * rows.warps, 1, 1),
         min_blocks_per_mp=rows.blocks,
-        preferred_smem_carveout=28 if rows.T < 8 else 44,  # percent, 64 or 100 KB: room for the blocks; the rest is L1
+        preferred_smem_carveout=28 if rows.T < 8 else 44,  # percent, 64 or 100 KB, for all blocks; the rest is L1
         use_pdl=True,
         stream=stream,
     )

@@ -4,7 +4,7 @@
 Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (with four sides four of 32),
 and loads 16 bytes of them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both
 factors agree, so what was loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3. With four
-sides a block has a whole state and prepares for it once; with two there are twice as many blocks.
+sides a block has a whole state, and its tokens meet each other once; with two there are twice as many blocks.
 
 A float32 factor is a sum of two in bfloat16, the upper half of its bits and the rest (`split`): 16 bits of it, where outputs and
 states keep 8.

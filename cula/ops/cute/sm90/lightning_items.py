@@ -52,7 +52,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        return 2 * self.depth if self.only_ends else self.depth  # no q, P and O take room there
+        return 2 * self.depth if self.only_ends else self.depth  # the first pass has no q, P and O in shared memory
 
 
 class Sizes(NamedTuple):
