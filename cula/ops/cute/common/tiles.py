@@ -13,12 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from cula.core.constants import LOG2_E
-
 BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 TF32 = cutlass.TFloat32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
-LOG2E = LOG2_E
 
 
 # Tensors from numbers: to hand over a tensor itself costs the caller microseconds
