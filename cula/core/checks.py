@@ -201,3 +201,10 @@ def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backen
         meant = f"; did you mean {near[0]!r}?" if near else ""
         takes = f"the options {', '.join(options)}" if options else "no options of its own"
         raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend {backend!r} takes {takes})")
+
+
+def has_aligned_slots(state: Tensor) -> bool:
+    """Slots begin at multiples of 16 bytes. Tensors without memory (a compiler's) are taken for aligned."""
+    if state.stride(0) * state.element_size() % 16:
+        return False
+    return torch.compiler.is_compiling() or isinstance(state, torch._subclasses.FakeTensor) or state.data_ptr() % 16 == 0

@@ -158,7 +158,7 @@ def describe_decode(
         has_intermediate_states=x.intermediate_states is not None,
         scale=K**-0.5 if options.scale is None else float(options.scale),
         options=options,
-        has_aligned_slots=_has_aligned_slots(state),
+        has_aligned_slots=checks.has_aligned_slots(state),
         **facts,
     )
     return DecodeRequest(family, problem, _as_rows(x, own, is_packed), is_packed, who)
@@ -209,13 +209,6 @@ def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], 
     if x.out is not None:
         checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
         checks.check_dtype(who, "out", x.out, (x.q.dtype,))
-
-
-def _has_aligned_slots(state: Tensor) -> bool:
-    """Slots begin at multiples of 16 bytes. Tensors without memory (a compiler's) are taken for aligned."""
-    if state.stride(0) * state.element_size() % 16:
-        return False
-    return torch.compiler.is_compiling() or isinstance(state, torch._subclasses.FakeTensor) or state.data_ptr() % 16 == 0
 
 
 def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:

@@ -141,7 +141,8 @@ def describe(
             "call under torch.no_grad() or torch.inference_mode()"
         )
     if serving.state_pool is not None:
-        problem = replace(problem, pool_dtype=serving.state_pool.dtype)
+        pool = serving.state_pool
+        problem = replace(problem, pool_dtype=pool.dtype, has_aligned_slots=checks.has_aligned_slots(pool))
     return Request(family, problem, normalised, serving, options, checkpoint_every, who)
 
 

@@ -39,6 +39,7 @@ class Problem:
     scale: float
     options: Any
     pool_dtype: torch.dtype | None = None  # of `state_pool`; None: the call has none
+    has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ KDA_CASES = {
     "safe_gate without a bound": (gate(safe_gate=True), ValueError, ("safe_gate", "lower_bound")),
     "in-kernel gate without A_log": (gate(A_log=None), ValueError, ("A_log",)),
     "A_log of another length": (gate(A_log=torch.zeros(2)), ValueError, ("A_log", "[2]", "[4]")),
-    "A_log in bfloat16": (gate(A_log=torch.zeros(4, dtype=torch.bfloat16)), TypeError, ("A_log", "bfloat16")),
+    "A_log in float64": (gate(A_log=torch.zeros(4).double()), TypeError, ("A_log", "float64")),
     "dt_bias of another shape": (gate(dt_bias=torch.zeros(8)), ValueError, ("dt_bias", "[8]", "[4, 8]")),
     "A_log without the in-kernel gate": ({"A_log": torch.zeros(4)}, ValueError, ("A_log", "use_gate_in_kernel")),
     "allow_neg_eigval without the sigmoid": (

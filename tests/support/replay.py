@@ -28,7 +28,7 @@ def stand_in(by: str):
 
 
 def replay_on_cpu(monkeypatch, device=None, stream=0):
-    """Records find themselves on this device and stream, and what they make is on the CPU. Nothing is kept of workspaces."""
+    """Records find themselves on this device and stream, and what they make is on the CPU. Workspaces are a test's own."""
 
     def empty(shape, strides, dtype):
         return torch.empty_strided(shape, strides, dtype=dtype)
@@ -37,4 +37,5 @@ def replay_on_cpu(monkeypatch, device=None, stream=0):
     monkeypatch.setattr(record, "current_stream", lambda device: stream)
     monkeypatch.setattr(record, "empty", empty)
     monkeypatch.setattr(workspace, "empty", empty)
-    monkeypatch.setattr(workspace, "_kept_on", lambda device: workspace._Kept())
+    kept = workspace._Kept()
+    monkeypatch.setattr(workspace, "_kept_on", lambda device: kept)

@@ -71,8 +71,8 @@ static int truth_of(PyObject* answer) {
 // tensors, are aligned as they are, and no gradient is asked for; otherwise None
 //
 // `labels` is None, or says which dimensions may have other sizes: for each tensor None or a number for each dimension. 0: as
-// recorded. n > 0: any size, the same for all that have this label; n < 0: one more than label -n. Strides of a labelled dimension
-// are as recorded, too, unless the next one is labelled: then both lie flat, one behind the other.
+// recorded. n > 0: any size, the same for all that have this label; n < 0: one more than label -n. Strides are as recorded, but of a
+// dimension whose next one is labelled: then both lie flat, one behind the other.
 
 typedef struct {
   PyTypeObject* type;
@@ -102,7 +102,7 @@ static int is_like(const DLTensor* t, const Form* form, int64_t* sizes) {
   for (int i = 0; i < t->ndim; ++i) {
     int label = i < MAX_DIMS ? form->labels[i] : 0;
     if (label ? !has_size(t->shape[i], label, sizes) : t->shape[i] != f->shape[i]) return 0;
-    int is_flat = label && i + 1 < t->ndim && i + 1 < MAX_DIMS && form->labels[i + 1];
+    int is_flat = i + 1 < t->ndim && i + 1 < MAX_DIMS && form->labels[i + 1];
     if (is_flat ? t->shape[i] > 1 && t->strides[i] != t->shape[i + 1] * t->strides[i + 1] : t->strides[i] != f->strides[i]) return 0;
   }
   return 1;

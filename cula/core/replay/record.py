@@ -235,7 +235,7 @@ def _without(form: tuple[Any, ...], labels: tuple[int, ...]) -> tuple[Any, ...] 
         return None
     kept = []
     for i, (size, stride, label) in enumerate(zip(shape, strides, labels)):
-        is_flat = label and i + 1 < len(labels) and labels[i + 1]
+        is_flat = i + 1 < len(labels) and labels[i + 1]
         if is_flat and size > 1 and stride != shape[i + 1] * strides[i + 1]:
             return None
         kept.append((None if label else size, None if is_flat else stride))

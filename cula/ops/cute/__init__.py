@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-tuned kernels in CuTe DSL, one folder an architecture; `docs/cute.md` follows a kernel from source to launch.
 
-| module        | what                                                                                            |
-|---------------|-------------------------------------------------------------------------------------------------|
-| `variants.py` | what a kernel module exports, and the one table of them                                         |
-| `build.py`    | variants compiled in a process of their own, no GPU needed: `.so` files and facts about each    |
-| `loader.py`   | a kernel by its name: from `CULA_KERNEL_DIR`, or from the cache, compiled first if it is not there |
+| where                      | what                                                                                       |
+|----------------------------|--------------------------------------------------------------------------------------------|
+| `<family>.py`              | the host side: what the kernels serve, which of them a call takes, its launch              |
+| `<family>_schedule.py`     | how a call is spread over a GPU, from sizes alone                                          |
+| `<family>_abi.py`          | what crosses from host to kernel, described once by the classes of `abi.py`                |
+| `launch.py`, `tensors.py`  | recorded launches; tensors in the form that kernels take                                   |
+| `archs.py`, `arch.py`      | the list of architectures, and what each states about itself in its `arch.py`              |
+| `common/`                  | device code that no architecture owns                                                      |
+| `sm90/`, `sm100/`          | kernels of an architecture                                                                 |
+| `toolchain/`               | compiling, keeping, loading and checking kernels                                           |
 
-Kernel modules import cutlass at their top. Nothing else here does, `__init__.py` files included: a machine that has been
-given compiled kernels needs no DSL.
+Kernel modules and what they share in `common/` import cutlass at their top. Nothing else here does, `__init__.py` files
+included: a machine that has been given compiled kernels needs no DSL.
 """

@@ -25,6 +25,7 @@ ADDRESS, I64, I32, F32 = "address", "i64", "i32", "f32"
 # How a host function may annotate a parameter of each type.
 ANNOTATIONS = {ADDRESS: ("Int64",), I64: ("Int64",), I32: ("I32", "Int32"), F32: ("F32", "Float32")}
 RANGES = {I64: 2**63, I32: 2**31}
+TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
 
 
 class Arg(NamedTuple):
@@ -66,22 +67,44 @@ class Abi:
             raise ValueError(f"{name}: addresses come before numbers")
         self.addresses = tuple(a for a in self.args if a.type == ADDRESS)
         self.numbers = tuple(a for a in self.args if a.type != ADDRESS)
+        self.alignment = {a.name: a.align for a in self.addresses}  # in bytes, by name
+        self._wanted = tuple(float if a.type == F32 else int for a in self.numbers)
+        self._limits = tuple(RANGES.get(a.type, 0) for a in self.numbers)
 
-    def pack_addresses(self, given: Mapping[str, int]) -> tuple[int, ...]:
-        """The addresses in order; every one is named, 0 stands for a tensor that a call does not have."""
-        return tuple([int(x) for x in self._ordered(self.addresses, given)])
+    def with_alignment(self, **align: int) -> Abi:
+        """The same arguments, some addresses with another alignment: variants of a kernel may read a tensor in other pieces."""
+        unknown = [name for name in align if name not in self.alignment]
+        if unknown:
+            raise ValueError(f"{self.name}: {unknown} are not addresses; there are {list(self.alignment)}")
+        return Abi(self.name, tuple(a._replace(align=align.get(a.name, a.align)) for a in self.args))
+
+    def pack_addresses(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The addresses in order; every one is named, 0 stands for a tensor that a call does not have. What stands for an address
+        where kernels are simulated is handed on as it is."""
+        return tuple(self.in_order(self.addresses, given))
 
     def pack_numbers(self, given: Mapping[str, int | float | bool]) -> tuple[int | float, ...]:
         """The numbers in order, as the types they are described by."""
-        values = self._ordered(self.numbers, given)
-        return tuple([self._number(a, x) for a, x in zip(self.numbers, values)])
+        values = self.in_order(self.numbers, given)
+        # Most are of their type already, and a call has some thirty of them: no function is called for those.
+        return tuple(
+            [
+                x if type(x) is wanted and (wanted is float or -limit <= x < limit) else self._number(a, x)
+                for a, wanted, limit, x in zip(self.numbers, self._wanted, self._limits, values)
+            ]
+        )
 
-    def _ordered(self, args: tuple[Arg, ...], given: Mapping[str, Any]) -> list[Any]:
-        if len(given) != len(args) or any(a.name not in given for a in args):
+    def in_order(self, args: tuple[Arg, ...], given: Mapping[str, Any]) -> list[Any]:
+        """What is given for some of the arguments, in their order; TypeError unless that is exactly these."""
+        try:
+            found = [given[a.name] for a in args]
+        except KeyError:
+            found = []
+        if len(given) != len(args) or len(found) != len(args):
             wanted = [a.name for a in args]
             missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
             raise TypeError(f"{self.name}: arguments missing: {missing or 'none'}; unknown: {unknown or 'none'}")
-        return [given[a.name] for a in args]
+        return found
 
     def _number(self, a: Arg, x: int | float | bool) -> int | float:
         if a.type == F32:
@@ -94,8 +117,8 @@ class Abi:
 
 
 def check_host_function(abi: Abi, host: Callable[..., Any]) -> None:
-    """TypeError unless the host function's first parameters are those of the description: names, order and types."""
-    parameters = list(inspect.signature(host).parameters.values())[: len(abi.args)]
+    """TypeError unless the host function's parameters up to its `stream` are those of the description: names, order and types."""
+    parameters = list(itertools.takewhile(lambda p: p.name != "stream", inspect.signature(host).parameters.values()))
     for a, p in itertools.zip_longest(abi.args, parameters):
         annotation = None if p is None else p.annotation if isinstance(p.annotation, str) else p.annotation.__name__
         if a is None or p is None or p.name != a.name or annotation not in ANNOTATIONS[a.type]:

@@ -1,168 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on the CuTe kernels, one token a row on states in bfloat16 or several: which kernel, and the launch.
+"""Decode on the CuTe kernels, one token a row on states in bfloat16 or several: what they serve, which kernel, and the launch.
 
-`sm90/decode.py` says what the kernels compute.
+`common/decode_frame.py` says what the kernels compute, `decode_abi.py` what they are given.
 """
 
 from __future__ import annotations
 
-from typing import Any as DecodeInputs
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula.core.problem import DecodeProblem
-from cula.core.replay.record import Address, LaunchRecord
+from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
-from cula.ops.cute.common.decode_flags import (
-    ASK_EARLY,
-    BETA_IS_F32,
-    COMMIT,
-    G_IS_F32,
-    INDEX_IS_I64,
-    IS_BOUNDED,
-    IS_SCALAR,
-    IS_SOFTPLUS,
-    TALL_TOKENS,
-    TOKENS,
-    USE_NORM,
-    ZERO_IS_NULL,
-)
-from cula.ops.cute.launch import again as launch_again
+from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi
+from cula.ops.cute.launch import record
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-WIDE_BYTES = 16  # q, k, gates a channel and states are read so many at a time
-TOKEN_BYTES = 8  # v and o are read and written so many at a time
-# States, one a row and head, up to which 16 lanes share a row of a float32 state instead of 8: a state then takes four blocks
-# instead of two, for which there are multiprocessors. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
+# Up to this many states, one a row and head, 16 lanes share a row of a float32 state instead of 8. A state then takes four blocks
+# instead of two, and there are multiprocessors for them. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
 # 3.13 / 3.55, 3.60 / 3.93, 5.37 / 7.32; N = 2 3.81 / 4.03, 4.52 / 4.63, 7.48 / 7.83; N = 4 4.92 / 5.33, 6.11 / 5.94, 11.8 / 10.3.
 WIDE_STATES = 64
-# States in bfloat16 from which on, and up to which, a warp has 32 rows of one instead of 16: a state then takes one block, which
-# prepares for it once. With fewer states there are multiprocessors for more blocks; with more, all wait for the memory. H200,
-# H = 32, us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
+# With this many states in bfloat16 a warp has 32 rows of one instead of 16. A state then takes one block, so that its tokens meet
+# each other once. With fewer states there are multiprocessors for more blocks; with more, all wait for the memory. H200, H = 32,
+# us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
 # N = 16 7.70 / 8.84, N = 32 15.6 / 18.2, N = 48 30.0 / 29.8, N = 64 41.3 / 39.4.
 TALL_STATES = range(96, 1025)
-# States in bfloat16 above which the blocks for one token, 8 for each, are not all there at once, 20 on 132 multiprocessors each.
-EARLY_STATES = 330
+# With more states in bfloat16 than this, the blocks for one token, 8 a state, are not all there at once: 20 fit a multiprocessor,
+# and there are 132.
+PREFETCH_STATES = 330
+
+Tensors = Mapping[str, Tensor | None]  # by their names in `DECODE`
+
+
+def is_kda(problem: DecodeProblem) -> bool:
+    """Whether a call has gates and betas, as KDA's do; Lightning's have a decay a head."""
+    return problem.family != "lightning"
+
+
+def why_not(op: str, problem: Any) -> str | None:
+    """What the kernels do not take, as a sentence; None if they take the call."""
+    p = problem
+    if p.T == 1 and p.pool_dtype == torch.float32:
+        return "takes 2 to 8 tokens a row on float32 states: with one, Triton's kernel runs at the memory's speed"
+    if p.T == 1 and p.has_scalar_gate:
+        return "takes one gate a channel where a row has one token"
+    if p.K != 128 or p.V != 128:
+        return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
+    if p.has_token_indices or p.has_accepted or p.has_intermediate_states:
+        return "does not keep the states of draft tokens"
+    if p.options.state_is_kv:
+        return "takes pools [P, HV, V, K], and this one is [P, HV, K, V]"
+    for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
+        if dtype not in (None, torch.bfloat16, torch.float32):
+            return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
+    if not p.has_aligned_slots:
+        return "reads 16 bytes at a time, and slots of the pool do not begin at multiples of that"
+    if p.N >= 2**16 or p.HV >= 2**16:
+        return "takes fewer than 2^16 rows and value heads a call"
+    return None
 
 
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
-    p, is_kda, is_f32 = problem, problem.options.is_kda, problem.pool_dtype == torch.float32
+    p, of_kda, is_f32 = problem, is_kda(problem), problem.pool_dtype == torch.float32
     T = p.T
     if T > 1:  # Lightning's in bfloat16 is for all
-        T = next(T for T in TOKENS if T >= p.T) if is_kda or is_f32 else TOKENS[-1]
+        T = next(T for T in TOKENS if T >= p.T) if of_kda or is_f32 else TOKENS[-1]
     shape = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
-    if is_kda and not is_f32 and T in TALL_TOKENS and p.N * p.HV in TALL_STATES:
+    if of_kda and not is_f32 and T in TALL_TOKENS and p.N * p.HV in TALL_STATES:
         shape = "_tall"
-    return f"decode_{T}_{SHORT[p.pool_dtype]}{shape}" + ("" if is_kda else "_lightning")
+    return f"decode_{T}_{SHORT[p.pool_dtype]}{shape}" + ("" if of_kda else "_lightning")
 
 
-def decode(problem: DecodeProblem, x: DecodeInputs) -> Tensor:
+def decode(problem: DecodeProblem, x: Any) -> Tensor:
     """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` in place."""
     return run(problem, x, variant(problem))
 
 
-def run(problem: DecodeProblem, x: DecodeInputs, name: str) -> Tensor:
-    """Launch a kernel of that name; returns o."""
-    p, device = problem, x.q.device
-    o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
-    to = o if _is_aligned(o) else torch.empty(o.shape, dtype=o.dtype, device=device)
-    x = x._replace(
-        q=_aligned(x.q, WIDE_BYTES),
-        k=_aligned(x.k, WIDE_BYTES),
-        v=_aligned(x.v),
-        g=None if x.g is None else _aligned(x.g, WIDE_BYTES),
-        beta=None if x.beta is None else _aligned(x.beta),
-        dt_bias=_aligned(x.dt_bias) if p.T == 1 and x.dt_bias is not None else x.dt_bias,  # read one at a time by the others
-    )
-    addresses = [address(t) for t in (*x[:10], to)]  # in the order of `DecodeInputs`, which is the kernel's
-    load(name, ARCH)(*addresses, *_numbers(p, x, to), stream_of(device))
-    if to is not o:
-        o.copy_(to)
+def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
+    """Launch the kernel of that name; returns o."""
+    o = _output(problem, x)
+    tensors = _named(x, o)
+    for key in _unreadable(problem, tensors):
+        tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+    numbers = DECODE.pack_numbers(_numbers(problem, tensors))
+    addresses = DECODE.pack_addresses({key: address(t) for key, t in tensors.items()})
+    load(name, ARCH)(*addresses, *numbers, stream_of(o.device))
+    if (written := tensors["o"]) is not o and written is not None:
+        o.copy_(written)
     return o
 
 
-def decode_again(problem: DecodeProblem, x: DecodeInputs, given: DecodeInputs) -> LaunchRecord | None:
-    """A recipe for calls like this one, or None where it has none; x are the tensors as normalised, `given` as they came, which
-    are at the same addresses. It makes o and names the pool."""
-    p, device = problem, x.q.device
-    o = torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=device) if x.out is None else x.out
-    wide, by_four = (x.q, x.k, x.g), (x.v, x.beta, o, x.dt_bias if p.T == 1 else None)
-    if not all(t is None or _is_aligned(t, WIDE_BYTES) for t in wide) or not all(t is None or _is_aligned(t) for t in by_four):
+def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | None:
+    """A record for calls like this one, or None where some tensors would have to be copied; x are the tensors as normalised,
+    `given` as they came, which are at the same addresses. It makes o and names the pool."""
+    o = _output(problem, x)
+    tensors = _named(x, o)
+    if _unreadable(problem, tensors):
         return None
-    bytes_of = {
-        "dt_bias": WIDE_BYTES if p.T == 1 else 1,
-        "q": WIDE_BYTES,
-        "k": WIDE_BYTES,
-        "v": TOKEN_BYTES,
-        "state": WIDE_BYTES,
-        "g": 1 if x.g is None or x.g.dim() == 3 else WIDE_BYTES,  # one a head is read one at a time
-    }
-    of = [*(Address(i, bytes_of.get(name, 1)) for i, name in enumerate(x._fields[:10])), Address(~0, TOKEN_BYTES)]
-    launch = launch_again(load(variant(p), ARCH), of, _numbers(p, x, o))
     fields = x._fields
-    return LaunchRecord(device.index, (launch,), (form_of(o) if x.out is None else fields.index("out"), fields.index("state")))
+    sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
+    abi = decode_abi(problem.T, problem.has_scalar_gate)
+    launch = record(abi, load(variant(problem), ARCH), sources, _numbers(problem, tensors))
+    outputs = (form_of(o) if x.out is None else fields.index("out"), fields.index("state"))
+    return LaunchRecord(o.device.index, (launch,), outputs)
 
 
-def _aligned(t: Tensor, size: int | None = None) -> Tensor:
-    """t, or a copy that is aligned."""
-    return t if _is_aligned(t, size) else t.clone(memory_format=torch.contiguous_format)
+def _output(p: DecodeProblem, x: Any) -> Tensor:
+    return torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
 
 
-def _is_aligned(t: Tensor, size: int | None = None) -> bool:
-    """Whether so many bytes of channels, four channels if not given, can be read or written at a time, and places in a row
-    counted with 32 bits.
+def _named(x: Any, o: Tensor) -> dict[str, Tensor | None]:
+    """The tensors of a call by the names of `DECODE`; None for what its family does not have."""
+    return {name: getattr(x, name, None) for name in DECODE.alignment} | {"o": o}
+
+
+def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
+    """Which tensors the kernels cannot read or write as they lie. Others than these will always do."""
+    align = decode_abi(p.T, p.has_scalar_gate).alignment
+    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if p.T == 1 else TOKEN_TENSORS
+    given = [(name, tensors[name]) for name in read_in_vectors]
+    return [name for name, t in given if t is not None and not _is_readable(t, align[name])]
+
+
+def _is_readable(t: Tensor, align: int) -> bool:
+    """Whether vectors of so many bytes of channels are aligned, and 32 bits hold the offsets in a row.
 
     t is [N, T, heads, channels], [heads, channels], or [N, T, heads] with one number a head.
     """
-    unit = 1 if t.dim() == 3 else 4 if size is None else size // t.element_size()
+    has_channels = t.dim() != 3
+    unit = align // t.element_size() if has_channels else 1
     row, *inside = t.stride()
-    if t.dim() != 3 and inside.pop() != 1:
+    if has_channels and inside.pop() != 1:
         return False
     is_near = sum(size * stride for size, stride in zip(t.shape[1:], inside)) < 2**31
     return is_near and t.data_ptr() % (unit * t.element_size()) == 0 and all(s % unit == 0 for s in (row, *inside))
 
 
-def _numbers(p: DecodeProblem, x: DecodeInputs, o: Tensor) -> tuple[int | float, ...]:
-    """The other arguments, in the order of `sm90/decode.py`."""
+def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool]:
+    """The arguments behind the addresses, by name."""
+    numbers: dict[str, int | float | bool] = {}
+    for name in TOKEN_TENSORS:
+        numbers[f"{name}_row"], numbers[f"{name}_token"], numbers[f"{name}_head"] = _strides(tensors[name])[:3]
+    numbers["slot_stride"], numbers["index_stride"] = _strides(tensors["state"])[0], _strides(tensors["state_indices"])[0]
+    numbers["A_head"], numbers["decay_head"] = _strides(tensors["A_log"])[0], _strides(tensors["decay"])[0]
+    numbers["bias_head"], numbers["bias_channel"] = _strides(tensors["dt_bias"])[:2]
     options = p.options
-    tokens = (x.q, x.k, x.v, o, x.g, x.beta)
     beta_top = 0.0
     if options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if options.allow_neg_eigval else 1.0
-    flags = (
-        USE_NORM * options.use_qk_l2norm_in_kernel
-        | IS_SOFTPLUS * (p.gate == "softplus")
-        | IS_BOUNDED * (p.gate == "bounded")
-        | G_IS_F32 * _is_f32(x.g)
-        | BETA_IS_F32 * _is_f32(x.beta)
-        | INDEX_IS_I64 * (x.state_indices is not None and x.state_indices.dtype == torch.int64)
-        | ZERO_IS_NULL * options.null_is_nonpositive
-        | COMMIT * options.commit
-        | IS_SCALAR * p.has_scalar_gate
-        | ASK_EARLY * (p.N * p.HV > EARLY_STATES)
-    )
+    numbers |= {"scale": p.scale, "lower_bound": options.lower_bound or 0.0, "beta_top": beta_top}
+    numbers |= {"N": p.N, "HV": p.HV, "group": p.HV // p.H, "tokens": p.T, "slots": p.P, "flags": _flags(p, tensors)}
+    return numbers
+
+
+def _flags(p: DecodeProblem, tensors: Tensors) -> int:
+    options, indices = p.options, tensors["state_indices"]
     return (
-        *(_strides(t)[0] for t in tokens),
-        x.state.stride(0),
-        _strides(x.state_indices)[0],
-        *(stride for t in tokens for stride in _strides(t)[1:3]),
-        _strides(x.A_log)[0],
-        *_strides(x.dt_bias)[:2],
-        _strides(x.decay)[0],
-        p.scale,
-        options.lower_bound or 0.0,
-        beta_top,
-        p.N,
-        p.HV,
-        p.HV // p.H,
-        p.T,
-        x.state.shape[0],
-        flags,
+        Flag.USE_NORM * options.use_qk_l2norm_in_kernel
+        | Flag.IS_SOFTPLUS * (p.gate == "softplus")
+        | Flag.IS_BOUNDED * (p.gate == "bounded")
+        | Flag.G_IS_F32 * _is_f32(tensors["g"])
+        | Flag.BETA_IS_F32 * _is_f32(tensors["beta"])
+        | Flag.INDEX_IS_I64 * (indices is not None and indices.dtype == torch.int64)
+        | Flag.ZERO_IS_NULL * options.null_is_nonpositive
+        | Flag.COMMIT * options.commit
+        | Flag.IS_SCALAR * p.has_scalar_gate
+        | Flag.PREFETCH * (p.N * p.HV > PREFETCH_STATES)
     )
 
 

@@ -1,200 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning Attention on the CuTe kernels: which kernel, how sequences are cut, and the launches.
+"""Lightning Attention on the CuTe kernels: what they serve, and the launches.
 
-`sm90/lightning.py` says what the kernels compute. Forward only: the gradient is another backend's.
+`sm90/lightning.py` says what the kernels compute, `lightning_abi.py` what they are given, `lightning_schedule.py` which of them
+takes a call. Forward only: the gradient is another backend's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula.core.replay.record import Address, LaunchRecord
+from cula.core.checks import word
+from cula.core.dispatch import AnyProblem
+from cula.core.kernels import Forward, Pool
+from cula.core.replay.record import LaunchRecord, Resized, Sizes
+from cula.core.replay.sizes import prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
-from cula.ops.cute.launch import again as launch_again
-from cula.ops.cute.tensors import TMA_BYTES, address, as_states, as_tokens, stream_of
+from cula.ops.cute import decode
+from cula.ops.cute.decode import decode as lightning_decode
+from cula.ops.cute.decode import record_decode as record_lightning_decode
+from cula.ops.cute.launch import record
+from cula.ops.cute.lightning_abi import LIGHTNING
+from cula.ops.cute.lightning_schedule import Schedule, choose_schedule
+from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
+__all__ = [
+    "lightning_decode",
+    "lightning_fwd",
+    "lightning_fwd_pool",
+    "pool_why_not",
+    "record_lightning_decode",
+    "record_lightning_fwd",
+    "run",
+    "why_not",
+]
+
 ARCH = "sm_90a"
-CHUNK = 64  # tokens that the kernels take at once
+HEAD_DIMS = (64, 128)
+STATE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A kernel and how its work is cut."""
-
-    kernel: str  # d128, d128_half or d64
-    segment: int  # tokens; 0: sequences are whole
-    per_seq: int  # segments of every sequence, where all are of one length
-    num_ids: int  # segments in all, or sequences
-    num_blocks: int
+def why_not(op: str, problem: AnyProblem) -> str | None:
+    """What the kernels do not take, as a sentence; None if they take the call."""
+    if not isinstance(problem, LightningProblem):
+        return decode.why_not(op, problem)
+    if problem.K != problem.V or problem.K not in HEAD_DIMS:
+        return f"takes head dims K = V of {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
+    return None
 
 
-# Microseconds on an H200, bf16, fitted to the times of various kernels and cuts of T = 2048 to 131072 with H = 4 to 96. Only
-# their ratios matter, to weigh cuts and kernels against each other.
-CHUNK_US = {"d128": 1.65, "d128_half": 1.02, "d64": 0.8}  # of a walk, where memory does not hold it up
-ENDS_US = {"d128": 0.7, "d128_half": 0.4, "d64": 0.4}  # a chunk of the first pass
-ITEM_US = 3.0  # first loads and last stores of an item
-LAUNCH_US = {"d128": 14.0, "d128_half": 8.0, "d64": 8.0}  # the first pass's own beginning and end
-SEED_US = {"d128": 1.2, "d128_half": 0.6, "d64": 0.3}  # reading the end of one earlier segment
-BYTES_PER_US = 4.2e6
-SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-MIN_SEGMENT_CHUNKS = 4
-
-
-def cut(problem: LightningProblem, num_sms: int) -> Cut:
-    """The cheapest of the kernels and cuts, by the times above and sizes the host knows."""
-    N, T = problem.N, problem.T
-    # Packed lengths are not known here: as if all were alike.
-    chunks = max(1, -(-(T // max(1, N) if problem.is_packed else T) // CHUNK))
-    options = [
-        (_cost(kernel, N, problem.HV, problem.K, chunks, per_seq, num_sms), kernel, per_seq)
-        for kernel in (("d64",) if problem.V == 64 else ("d128", "d128_half"))
-        for per_seq in SEGMENT_COUNTS
-        if per_seq == 1 or chunks >= per_seq * MIN_SEGMENT_CHUNKS
-    ]
-    _, kernel, per_seq = min(options)
-    return cut_into(problem, kernel, per_seq, num_sms)
-
-
-def cut_into(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Cut:
-    """The cut with about `per_seq` segments to a sequence."""
-    N, T = problem.N, problem.T
-    blocks_of_v = 2 if kernel == "d128_half" else 1
-    if problem.is_packed:
-        # A length that cuts a sequence of the mean length so; a longer one is cut into more.
-        segment = 0 if per_seq == 1 else -(-(T // N) // (per_seq * CHUNK)) * CHUNK
-        num_ids, per_seq = (T // segment + N if segment else N), 1
-    else:
-        segment = 0 if per_seq == 1 else -(-T // (per_seq * CHUNK)) * CHUNK
-        per_seq = -(-T // segment) if segment else 1
-        num_ids = N * per_seq
-    return Cut(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
-
-
-def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_sms: int) -> float:
-    heads = N * HV
-    items = heads * per_seq * (2 if kernel == "d128_half" else 1)
-    rounds, length = -(-items // num_sms), -(-chunks // per_seq)
-    bytes_of_chunk = CHUNK * K * 2
-    walk = max(rounds * (ITEM_US + length * CHUNK_US[kernel]), heads * chunks * 4 * bytes_of_chunk / BYTES_PER_US)
-    if per_seq == 1:
-        return walk
-    share = (per_seq - 1) / per_seq
-    ends = max(rounds * length * ENDS_US[kernel], heads * chunks * share * 2 * bytes_of_chunk / BYTES_PER_US)
-    return walk + ends + LAUNCH_US[kernel] + (per_seq - 1) * SEED_US[kernel]
+def pool_why_not(problem: LightningProblem) -> str | None:
+    """Why `lightning_fwd_pool` does not take a call's pool of states, as a sentence; None if it does."""
+    if problem.pool_dtype is not None and problem.pool_dtype not in STATE_DTYPES:
+        return f"it takes pools in float32 or bfloat16, and this one is in {word(problem.pool_dtype)}"
+    if not problem.has_aligned_slots:
+        return "it reads states in pairs, and slots of the pool do not begin at multiples of 16 bytes"
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut_on(problem: LightningProblem, device: torch.device) -> Cut:
-    return cut(problem, torch.cuda.get_device_properties(device).multi_processor_count)
+def _schedule_on(problem: LightningProblem, device: torch.device) -> Schedule:
+    return choose_schedule(problem, sms_of(device))
 
 
-def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """Outputs `[B, T, HV, V]` (written to `out` where given) and, where asked for, the final state `[N, HV, V, K]` float32."""
-    ht = None
-    if problem.output_final_state:
-        ht = torch.empty((problem.N, problem.HV, problem.V, problem.K), dtype=torch.float32, device=x.q.device)
-    return run(problem, x, _cut_on(problem, x.q.device), x.initial_state, ht, out=out), ht
+    ht = _final_state(problem, x)
+    return Forward(run(problem, x, _schedule_on(problem, x.q.device), x.initial_state, ht, out=out), ht)
 
 
-def lightning_fwd_pool(
-    problem: LightningProblem,
-    x: LightningInputs,
-    pool: Tensor,
-    indices: Tensor,
-    has_initial_state: Tensor | None,
-    out: Tensor | None,
-) -> Tensor | None:
-    """Outputs; first states come from the slots and last states go there. None where the kernels do not take this pool."""
-    if pool.stride(0) % 2 or pool.data_ptr() % (2 * pool.element_size()):
-        return None
+def lightning_fwd_pool(problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
+    """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
+    states, indices, has_initial_state = pool
     write_to = indices.to(torch.int32).contiguous()
     read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
-    return run(problem, x, _cut_on(problem, x.q.device), pool, pool, read_from, write_to, out)
+    return run(problem, x, _schedule_on(problem, x.q.device), states, states, read_from, write_to, out)
 
 
 def run(
     problem: LightningProblem,
     x: LightningInputs,
-    cut: Cut,
+    schedule: Schedule,
     h0: Tensor | None,
     ht: Tensor | None,
     read_from: Tensor | None = None,
     write_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch with a given cut; returns o."""
+    """Launch with a given schedule; returns o."""
     device = x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v))
     h0 = h0 if h0 is None or write_to is not None else as_states(h0)  # a pool must do as it is
     seeds = None
-    if cut.segment:
-        seeds = torch.empty((cut.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
-    addresses = [address(t) for t in (x.q, x.k, x.v, to, x.decay, h0, ht, seeds, x.cu_seqlens, read_from, write_to)]
-    numbers = _numbers(problem, x, cut, to, h0, ht, write_to is not None)
-    for kernel in _kernels(cut, h0 if h0 is not None else ht):
+    if schedule.segment:
+        seeds = torch.empty((schedule.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "o": to, "decay": x.decay, "h0": h0, "ht": ht, "seeds": seeds}
+    tensors |= {"cu_seqlens": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
+    addresses = LIGHTNING.pack_addresses({name: address(t) for name, t in tensors.items()})
+    numbers = LIGHTNING.pack_numbers(_numbers(problem, x, schedule, to, h0, ht, write_to is not None))
+    for kernel in _kernels(schedule, h0 if h0 is not None else ht):
         kernel(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
 
 
-def lightning_fwd_again(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
-    """A recipe for more calls like this one, with all that follows from shapes and strides worked out; None if some tensors would
-    have to be copied. It takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
+def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
+    """A record of this call's launches, which serves calls of other lengths too; None if some tensors would have to be copied. It
+    takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    ht = torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=device) if p.output_final_state else None
-    if any(as_tokens(t) is not t for t in (*x[:3], o)):
+    ht = _final_state(p, x)
+    if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
-    cut = _cut_on(p, device)
-    of_q, of_k, of_v, of_decay = (*(Address(i, TMA_BYTES) for i in range(3)), Address(3))
-    of_h0, of_cu = Address(4, TMA_BYTES), Address(5)
-    of_o, of_ht, of_seeds, none = Address(~0, TMA_BYTES), Address(~1), Address(~2 if cut.segment else None), Address(None)
-    of = (of_q, of_k, of_v, of_o, of_decay, of_h0, of_ht, of_seeds, of_cu, none, none)
-    numbers = _numbers(p, x, cut, o, x.initial_state, ht, False)
-    launches = tuple(launch_again(kernel, of, numbers) for kernel in _kernels(cut, ht))
+    schedule, of = _schedule_on(p, device), x._fields.index
+    sources: dict[str, int | None] = {name: of(name) for name in ("q", "k", "v", "decay", "cu_seqlens")}
+    sources |= {"o": ~0, "h0": of("initial_state"), "ht": ~1, "seeds": ~2 if schedule.segment else None}
+    sources |= {"read_from": None, "write_to": None}
+    numbers = _numbers(p, x, schedule, o, x.initial_state, ht, False)
+    varying = tuple(_sizes(p, schedule))
+    launches = tuple(record(LIGHTNING, kernel, sources, numbers, varying) for kernel in _kernels(schedule, ht))
     outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    seeds = workspace(device.index, 4 * cut.num_ids * p.HV * p.V * p.K) if cut.segment else None
-    return LaunchRecord(device.index, launches, outputs, seeds)
+    labels = prefill_labels(x, out, ("q", "k", "v"), p.is_packed)
+    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, None if out is None else len(x)))
+    return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
 
 
-def _kernels(cut: Cut, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
-    """What a cut launches, for states of this dtype."""
-    of = f"{cut.kernel}_{'bf16' if states is not None and states.dtype == torch.bfloat16 else 'fp32'}"
-    walk = load(f"lightning_{of}", ARCH)
-    return (load(f"lightning_ends_{of}", ARCH), walk) if cut.segment else (walk,)
+def _resize(
+    p: LightningProblem, dtype: torch.dtype, device: torch.device, schedule: Schedule, place_of_out: int | None
+) -> Callable[[int, int], Resized | None]:
+    """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
+    num_sms = sms_of(device)
+
+    def resize(first: int, second: int) -> Resized | None:
+        other = resized(p, p.is_packed, first, second)
+        made = None if other is None else choose_schedule(other, num_sms)
+        if other is None or made is None or made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
+            return None
+        B, T, N, HV, K, V = other.B, other.T, other.N, p.HV, p.K, p.V
+        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), dtype) if place_of_out is None else place_of_out
+        ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if p.options.output_final_state else None
+        return Resized(tuple(_sizes(other, made).values()), (o, ht), _seeds(other, device, made))
+
+    return resize
+
+
+def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int], Tensor] | None:
+    """Memory that segments leave their states in."""
+    return workspace(device.index, 4 * schedule.num_ids * p.HV * p.V * p.K) if schedule.segment else None
+
+
+def _final_state(p: LightningProblem, x: LightningInputs) -> Tensor | None:
+    if not p.options.output_final_state:
+        return None
+    return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=x.q.device)
+
+
+def _kernels(schedule: Schedule, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
+    """What a schedule launches, for states of this dtype."""
+    of = f"{schedule.kernel}_{STATE_DTYPES[torch.float32 if states is None else states.dtype]}"
+    recurrence = load(f"lightning_{of}", ARCH)
+    return (load(f"lightning_ends_{of}", ARCH), recurrence) if schedule.segment else (recurrence,)
 
 
 def _numbers(
-    p: LightningProblem, x: LightningInputs, cut: Cut, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
-) -> tuple[int | float, ...]:
-    """The arguments after the addresses, in the order of `sm90/lightning.py`."""
-    return (
-        *(stride for t in (x.q, x.k, x.v, o) for stride in t.stride()[1:3]),
-        *(0 if t is None else t.stride(0) for t in (h0, ht)),
-        p.B * p.T,
-        p.H,
-        p.HV,
-        p.scale,
-        p.N,
-        0 if p.is_packed else p.T,
-        cut.segment,
-        cut.per_seq,
-        cut.num_ids,
-        p.HV // p.H,
-        int(h0 is not None),
-        int(ht is not None),
-        int(is_indexed),
-        cut.num_blocks,
-    )
+    p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
+) -> dict[str, int | float | bool]:
+    """The arguments behind the addresses, by name."""
+    numbers: dict[str, int | float | bool] = {}
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o)):
+        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    for name, states in (("h0", h0), ("ht", ht)):
+        numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
+        numbers[f"has_{name}"] = states is not None
+    numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale, "is_indexed": is_indexed}
+    return numbers | _sizes(p, schedule)
+
+
+def _sizes(p: LightningProblem, schedule: Schedule) -> dict[str, int]:
+    """The arguments that follow from the numbers of tokens and sequences, by name."""
+    sizes = {"T": p.B * p.T, "num_seqs": p.N, "length": 0 if p.is_packed else p.T}
+    return sizes | {name: getattr(schedule, name) for name in ("segment", "per_seq", "num_ids", "num_blocks")}

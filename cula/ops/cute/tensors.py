@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
+from cula.ops.cute.abi import TMA_BYTES
 
 
 def as_tokens(t: Tensor) -> Tensor:
@@ -27,11 +29,17 @@ def as_states(t: Tensor) -> Tensor:
     return t if t.data_ptr() % TMA_BYTES == 0 else t.clone()
 
 
+@functools.cache
+def sms_of(device: torch.device) -> int:
+    """SMs of a GPU of this machine."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def stream_of(device: torch.device) -> int:
     """The stream that a call's kernels go to."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def address(t: Tensor | None) -> int:
-    """As kernels take it: 0 for a tensor that a call has not."""
+    """As kernels take it: 0 for a tensor that a call does not have."""
     return 0 if t is None else t.data_ptr()

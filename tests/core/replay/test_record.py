@@ -486,6 +486,13 @@ def test_a_record_for_every_length_is_not_for_other_tensors(way, on_cpu, what):
     assert again(sized(4, 6, 2)) is not NotImplemented
 
 
+def test_packed_tokens_have_the_stride_of_a_batch_of_one(way, on_cpu):
+    made = LaunchRecord(1, (), (), sizes=record.Sizes(((0, 1, 0),), lambda n: record.Resized((), (), None)))
+    again = record.replayer((torch.randn(1, 5, 4),), made)
+    assert again((torch.randn(1, 9, 4),)) == ()
+    assert again((torch.randn(2, 9, 4),)) is NotImplemented
+
+
 def test_sizes_with_one_label_are_one_size(way, on_cpu):
     given = torch.randn(3, 4), torch.randn(3, 2)
     made = LaunchRecord(1, (), (), sizes=record.Sizes(((1, 0), (1, 0)), lambda n: record.Resized((), (), None)))

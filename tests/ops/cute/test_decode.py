@@ -8,19 +8,25 @@ slots that no row names: what a kernel reads or writes beside its own shows.
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cula.UNKNOWN import DecodeInputs, check_decode
 
 import cula
 from cula import reference
+from cula.core.decode import describe_decode
 from cula.core.dispatch import choose
+from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
+from cula.kda.problem import KdaDecodeInputs
+from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
+from cula.ops.cute.decode_abi import DECODE
 from cula.ops.cute.toolchain import build, loader, variants
 from cula.reference import relative_error
-from tests.support.plans import plan_on_cpu, run_plan, stand_in
+from tests.support.abi import swapped
+from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx import copies
 
@@ -113,7 +119,7 @@ CASES = [
 ]
 
 
-def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
+def make(case: Case, device: str) -> tuple[DecodeProblem, Any]:
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -150,22 +156,24 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
     bias = normal(HV, *per_channel)
     bias = torch.cat([bias, bias], -1)[..., 1 : 1 + bias.shape[-1]] if case.layout == "odd" else bias
     has_A, has_bias = is_kda and case.gate != "log" and case.has_parameters, is_kda and case.gate != "log"
-    x = DecodeInputs(
-        q,
-        k,
-        v,
-        pool,
-        indices,
-        g=g.to(case.g).to(device) if is_kda else None,
-        beta=beta.to(case.beta_dtype).to(device) if is_kda else None,
-        A_log=(torch.rand(HV, generator=random) - 0.5).to(device) if has_A else None,
-        dt_bias=bias.to(device) if has_bias and case.has_parameters else None,
-        decay=None if is_kda else decay.to(device),
-        out=out,
-    )
+    A_log = torch.rand(HV, generator=random) - 0.5 if has_A else None
+    if is_kda:
+        x = KdaDecodeInputs(
+            q,
+            k,
+            v,
+            pool,
+            indices,
+            g=g.to(case.g).to(device),
+            beta=beta.to(case.beta_dtype).to(device),
+            A_log=None if A_log is None else A_log.to(device),
+            dt_bias=bias.to(device) if has_bias and case.has_parameters else None,
+            out=out,
+        )
+    else:
+        x = LightningDecodeInputs(q, k, v, pool, indices, decay.to(device), out=out)
     options = DecodeOptions(
         lower_bound=-5.0 if is_kda and case.gate == "bounded" else None,
-        is_kda=is_kda,
         use_gate_in_kernel=is_kda and case.gate != "log",
         use_qk_l2norm_in_kernel=case.norm,
         use_beta_sigmoid_in_kernel=is_kda and case.beta != "plain",
@@ -173,7 +181,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, DecodeInputs]:
         null_is_nonpositive=case.null_is_nonpositive,
         commit=case.commit,
     )
-    p, x, _ = check_decode(x, options)
+    _, p, x, *_ = describe_decode(FAMILIES[case.mode], x, options, None, "test")
     return dataclasses.replace(p, sm=p.sm or (9, 0)), x
 
 
@@ -183,12 +191,12 @@ def kernel_of(case: Case, p: DecodeProblem) -> str:
     return name + "_tall" if case.is_tall else name if case.is_wide else name.replace("_wide", "")
 
 
-def wanted(p: DecodeProblem, x: DecodeInputs, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def wanted(p: DecodeProblem, x: Any, rows: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """o and the states after the call, of rows that have slots."""
     of = lambda t: None if t is None else t[rows]
     first, options = x.state[slots], p.options
     q, k = of(x.q), of(x.k)
-    if not options.is_kda:
+    if p.family == "lightning":
         if options.use_qk_l2norm_in_kernel:
             q, k = (t / (t.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
         return reference.lightning(q, k, of(x.v), x.decay, initial_state=first, scale=p.scale)
@@ -246,7 +254,7 @@ def test_slots_are_asked_for_early(interpreted, monkeypatch, case):
     interpreted(races=True)
     check(case, "cpu")
     assert not asked
-    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
     check(case, "cpu")
     p, _ = make(case, "cpu")
     live = p.N if case.rows is None else sum(slot >= 0 for slot in case.rows)  # slot 0 is one, even if it means none
@@ -258,7 +266,7 @@ def test_only_slots_of_the_pool_are_asked_for(interpreted, monkeypatch, slot, is
     """Whatever is named before the kernel in front has ended; and the result is that of the slots that are named afterwards."""
     asked = []
     monkeypatch.setattr(copies.Copies, "hint", lambda *of: asked.append(of))
-    monkeypatch.setattr(decode, "EARLY_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
     interpreted(edit=lambda text: re.sub(r"(ld\.relaxed\.gpu\.global\.b32 (%r\d+), .*;)", rf"\1 mov.b32 \2, {slot};", text))
     check(Case(T=1, pool=BF16), "cpu")
     assert bool(asked) == is_asked
@@ -297,6 +305,29 @@ def test_cases_take_every_variant():
     assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])}
 
 
+BLACKWELL = ("decode_1_bf16", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_the_same_kernels_compile_for_blackwell(arch):
+    """They use nothing that only Hopper has. No call takes them there yet, see `test_what_the_backend_takes`."""
+    for facts, hopper in zip(*(ptx.compile_all(of, names=BLACKWELL) for of in (arch, "sm_90a")), strict=True):
+        assert facts.stack_bytes == 0
+        assert (facts.name, facts.instructions, facts.smem_bytes) == (hopper.name, hopper.instructions, hopper.smem_bytes)
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("names", [("q", "k"), ("g", "beta"), ("scale", "lower_bound"), ("q_row", "k_row"), ("N", "HV")], ids=str)
+def test_swapped_arguments_are_noticed_before_any_launch(names):
+    from cula.ops.cute.common.arguments import fake_arguments
+    from cula.ops.cute.common.decode_frame import decode_host
+
+    fake_arguments(DECODE, decode_host)
+    with pytest.raises(TypeError, match=f"decode: the description has {names[1]}: .* where the host function has {names[0]}"):
+        fake_arguments(swapped(DECODE, *names), decode_host)
+
+
 @pytest.mark.parametrize("T", [2, 3, 4, 8])
 def test_the_number_of_states_chooses_the_kernel(T):
     """For N = 1, 8, 64 with 32 heads, as measured, and of bfloat16 states that are neither few nor many the tall one."""
@@ -306,8 +337,7 @@ def test_the_number_of_states_chooses_the_kernel(T):
         calls = [dataclasses.replace(p, N=N, pool_dtype=pool) for N in (1, 8, 64)]
         wanted = [f"decode_{4 if T == 3 else T}_{name}" for name in names]
         assert [decode.variant(call) for call in calls] == wanted
-        options = dataclasses.replace(p.options, is_kda=False)
-        of_lightning = [decode.variant(dataclasses.replace(call, options=options)) for call in calls]
+        of_lightning = [decode.variant(dataclasses.replace(call, family="lightning")) for call in calls]
         assert of_lightning == ["decode_8_bf16_lightning" if pool == BF16 else f"{name}_lightning" for name in wanted], (
             "in bfloat16 one kernel is for all numbers of tokens"
         )
@@ -320,25 +350,47 @@ def launched(monkeypatch, request):
     kernel = stand_in(request.param)
     monkeypatch.setattr(decode, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(decode, "stream_of", lambda device: 0)
-    plan_on_cpu(monkeypatch)
+    replay_on_cpu(monkeypatch)
     return calls
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.layout != "odd"], ids=str)
-def test_again_launches_what_a_call_launches(launched, case):
+def test_a_recorded_launch_is_that_of_a_call(launched, case):
     p, x = make(case, "cpu")
     decode.decode(p, x)
-    o, state = run_plan(decode.decode_again(p, x, x), x)
+    o, state = replay(decode.record_decode(p, x, x), x)
     assert o is x.out and state is x.state
     assert launched[0] == launched[1]
 
 
-def test_again_makes_an_output(launched):
+def test_a_recorded_launch_makes_an_output(launched):
     p, x = make(Case(), "cpu")
     given = x._replace(out=None)
-    o, _ = run_plan(decode.decode_again(p, given, given), given)
+    o, _ = replay(decode.record_decode(p, given, given), given)
     assert o.shape == x.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert launched[0][1][10] == o.data_ptr()
+
+
+class LightningRows(NamedTuple):
+    """Inputs of a family that has no gates, in an order of its own."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    state: torch.Tensor
+    state_indices: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+def test_tensors_are_taken_by_name(launched):
+    p, x = make(Case(T=4, mode="lightning"), "cpu")
+    own = LightningRows(*(getattr(x, name) for name in LightningRows._fields))
+    decode.decode(p, x)
+    decode.decode(p, own)
+    o, state = replay(decode.record_decode(p, own, own), own)
+    assert o is x.out and state is x.state
+    assert launched[0] == launched[1] == launched[2]
 
 
 def moved(t: torch.Tensor, by: int) -> torch.Tensor:
@@ -369,16 +421,16 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_again_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
+def test_a_recorded_launch_is_for_addresses_that_need_no_copy(launched, case, name, by, fits):
     p, x = make(case, "cpu")
-    again = decode.decode_again(p, x, x)
-    assert (run_plan(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
+    again = decode.record_decode(p, x, x)
+    assert (replay(again, x._replace(**{name: moved(getattr(x, name), by)})) is not None) == fits
     assert len(launched) == fits
 
 
-def test_some_calls_have_no_plan(launched):
+def test_some_calls_are_not_recorded(launched):
     p, x = make(Case(layout="odd"), "cpu")
-    assert decode.decode_again(p, x, x) is None
+    assert decode.record_decode(p, x, x) is None
     assert not launched
 
 
@@ -408,7 +460,7 @@ def test_some_calls_have_no_plan(launched):
 def test_what_the_backend_takes(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
     p = dataclasses.replace(make(Case(), "cpu")[0], device="cuda", **change)
-    choice = choose("decode", p)
+    choice = choose(f"{p.family}_decode", p)
     if reason is None:
         assert choice.name == "cute_sm90"
     else:
@@ -421,7 +473,7 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
 
 @pytest.fixture
 def kernels():
-    choice = choose("decode", make(Case(), "cuda")[0])
+    choice = choose("kda_decode", make(Case(), "cuda")[0])
     if choice.name != "cute_sm90":
         pytest.skip(str(choice))
 

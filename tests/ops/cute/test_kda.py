@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA prefill on the CuTe kernels: its numbers, whole and cut, in one pass and made again; kernels broken on purpose.
+"""KDA prefill on the CuTe kernels: its numbers, split and fused; recorded calls; kernels broken on purpose.
 
 The same cases run in the interpreter of compiled kernels (here, without a GPU) and on a GPU. Outputs start as NaN, and so does
 the workspace: what a kernel reads before it was written shows.
@@ -17,12 +17,13 @@ import torch
 
 from cula import reference
 from cula.core.dispatch import choose
-from cula.core.replay import record as native
+from cula.core.replay import record
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
+from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error
-from tests.support.plans import plan_on_cpu, run_plan, stand_in
+from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 
 D, NUM_SMS = 128, 132
@@ -39,9 +40,9 @@ class Case:
     H: int = 1
     HV: int = 1
     per_segment: int = 100  # chunks
-    per_cold: int | None = None  # chunks of a segment where a sequence starts cold; on Hopper
-    clusters: int = 0  # one pass, Hopper's
-    num_sms: int = NUM_SMS  # few: no helpers for maps
+    per_chained: int | None = None  # chunks of a segment where a sequence is chained; on Hopper
+    clusters: int = 0  # of the fused kernel, Hopper's
+    num_sms: int = NUM_SMS  # few: no helpers for transitions
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     slow: tuple[int, int] = (0, 0)  # from which token to which the gate, fast elsewhere, forgets in thousands
     gate: str = "bounded"  # or "log"
@@ -60,8 +61,8 @@ class Case:
         return ",".join(f"{k}={v}" for k, v in given.items() if v != getattr(default, k)).replace("torch.", "")
 
 
-# Between them they take variants that have every type and flag, and every pair of those that go together. A segment starts cold
-# where more than four chunks come before it.
+# Between them they take variants that have every type and flag, and every pair of those that go together. A segment is chained
+# where more than four chunks come before it and gates forget slowly.
 CASES = [
     Case((70, 5, 64), HV=2),
     Case((1, 15, 16, 17, 0, 63, 65), shift=-4.0),
@@ -83,25 +84,25 @@ CASES = [
     Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
 ]
 
-# Sequences that are cut anew because they start cold somewhere, with helpers and without, some into a single segment.
-COLD_CUTS = [
-    ANEW := Case((600,), per_segment=1, per_cold=3, shift=-8.0),
-    Case((600,), per_segment=1, per_cold=3, num_sms=8, shift=-8.0, has_state=False),
-    Case((600,), per_segment=2, per_cold=3, num_sms=8, shift=-8.0, is_packed=False, HV=2, H=2),
-    Case((50, 700, 0, 130), per_segment=1, per_cold=4, shift=-8.0),
-    Case((390, 390), per_segment=1, per_cold=3, shift=-8.0, is_packed=False, has_state=False),
-    Case((390,), per_segment=1, per_cold=7, shift=-8.0),
-    Case((390,), per_segment=1, per_cold=100, num_sms=8, shift=-8.0, has_state=False),
-    Case((450,), per_segment=1, per_cold=2, shift=-8.0, is_normalised=False),
-    Case((450,), per_segment=1, per_cold=5, num_sms=8, shift=-8.0, is_normalised=False, has_state=False),
-    Case((690,), per_segment=1, per_cold=3, slow=(256, 576)),
-    Case((690,), per_segment=1, per_cold=3, num_sms=8, slow=(256, 576), has_state=False),
-    Case((690,), per_segment=1, per_cold=6, slow=(256, 576)),  # at none of its own boundaries
+# Sequences that are split anew because some segment is chained, with helpers and without, some into a single segment.
+CHAINED = [
+    ANEW := Case((600,), per_segment=1, per_chained=3, shift=-8.0),
+    Case((600,), per_segment=1, per_chained=3, num_sms=8, shift=-8.0, has_state=False),
+    Case((600,), per_segment=2, per_chained=3, num_sms=8, shift=-8.0, is_packed=False, HV=2, H=2),
+    Case((50, 700, 0, 130), per_segment=1, per_chained=4, shift=-8.0),
+    Case((390, 390), per_segment=1, per_chained=3, shift=-8.0, is_packed=False, has_state=False),
+    Case((390,), per_segment=1, per_chained=7, shift=-8.0),
+    Case((390,), per_segment=1, per_chained=100, num_sms=8, shift=-8.0, has_state=False),
+    Case((450,), per_segment=1, per_chained=2, shift=-8.0, is_normalised=False),
+    Case((450,), per_segment=1, per_chained=5, num_sms=8, shift=-8.0, is_normalised=False, has_state=False),
+    Case((690,), per_segment=1, per_chained=3, slow=(256, 576)),
+    Case((690,), per_segment=1, per_chained=3, num_sms=8, slow=(256, 576), has_state=False),
+    Case((690,), per_segment=1, per_chained=6, slow=(256, 576)),  # at none of its own boundaries
 ]
 
 
-# In one pass: clusters that have a head, several, or none; both gates; tails.
-ONE_PASS = [
+# The fused kernel: clusters that have a head, several, or none; both gates; tails.
+FUSED = [
     Case((330,), clusters=3, is_packed=False, H=2, HV=4, shift=-8.0),
     Case((70, 5, 64, 0, 200, 1), clusters=2, HV=2, shift=-4.0),
     Case((128, 128), clusters=2, is_packed=False, has_state=False, beta=torch.bfloat16),
@@ -167,9 +168,9 @@ def errors(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[float
     p, x = make(case, device, sm)
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
     ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
-    cut = kda.cut_into(p, case.per_segment, case.num_sms, case.per_cold)
-    cut = kda.in_one_pass(case.clusters) if case.clusters else cut
-    kda.run(p, x, cut, ht, o)
+    made = split_into(p, case.per_segment, case.num_sms, case.per_chained)
+    made = fused(case.clusters) if case.clusters else made
+    kda.run(p, x, made, ht, o)
     want_o, want_ht = reference.kda(
         *x[:5],
         initial_state=x.initial_state,
@@ -217,44 +218,44 @@ of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted(interpreted, case, sm):
     if sm == BLACKWELL_SM and case.has_scalar_gate and case.gate == "log":
-        pytest.skip("variants less to compile: the gate is the prepare kernel's, which is Hopper's")
+        pytest.skip("variants less to compile: the gate is the intra-chunk kernel's, which is Hopper's")
     check(case, "cpu", sm)
 
 
-@pytest.mark.parametrize("case", COLD_CUTS, ids=str)
-def test_cold_cuts_interpreted(interpreted, case):
+@pytest.mark.parametrize("case", CHAINED, ids=str)
+def test_chained_segments_interpreted(interpreted, case):
     check(case, "cpu")
 
 
 @pytest.mark.parametrize("num_sms", [8, NUM_SMS])
-def test_a_sequence_that_starts_cold_is_cut_anew(interpreted, num_sms):
-    """It gives the bits of a call with the longer segments, whoever makes the maps, and not those of one with the shorter."""
+def test_a_chained_sequence_is_split_anew(interpreted, num_sms):
+    """It gives the bits of a call with the longer segments, whoever computes transitions, and not those with the shorter."""
     p, x = make(Case((600,), shift=-8.0), "cpu")
     results = []
-    for per_segment, per_cold in ((1, 3), (3, 3), (1, 1)):
+    for per_segment, per_chained in ((1, 3), (3, 3), (1, 1)):
         o, ht = torch.empty_like(x.v), torch.empty_like(x.initial_state)
-        kda.run(p, x, kda.cut_into(p, per_segment, num_sms, per_cold), ht, o)
+        kda.run(p, x, split_into(p, per_segment, num_sms, per_chained), ht, o)
         results.append((o, ht))
     anew, coarse, fine = results
     assert all(torch.equal(a, b) for a, b in zip(anew, coarse))
     assert not any(torch.equal(a, b) for a, b in zip(anew, fine))
 
 
-@pytest.mark.parametrize("case", ONE_PASS, ids=str)
-def test_one_pass_interpreted(interpreted, case):
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_fused_interpreted(interpreted, case):
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("way", ["two kernels", "one pass", "sm100"])
+@pytest.mark.parametrize("way", ["split", "fused", "sm100"])
 def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, way):
     """However large its values are: the first's last chunk is loaded with some of them."""
     p, x = make(Case((70, 64), shift=-4.0), "cpu", BLACKWELL_SM if way == "sm100" else HOPPER_SM)
-    cut = kda.in_one_pass(1) if way == "one pass" else kda.cut_into(p, 100, NUM_SMS)
+    made = fused(1) if way == "fused" else split_into(p, 100, NUM_SMS)
     results = []
     for size in (1.0, 1e9):
         v, o, ht = x.v.clone(), torch.empty_like(x.v), torch.empty_like(x.initial_state)
         v[:, 70:] *= size
-        kda.run(p, x._replace(v=v), cut, ht, o)
+        kda.run(p, x._replace(v=v), made, ht, o)
         results.append((o[:, :70], ht[0]))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -269,10 +270,10 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
 
 
 @pytest.mark.parametrize("order", ["early", "first", "last"])
-def test_order_of_asynchronous_work_does_not_matter_in_one_pass(interpreted, order):
+def test_order_of_asynchronous_work_does_not_matter_to_the_fused_kernel(interpreted, order):
     interpreted(order)
-    check(ONE_PASS[0], "cpu")
-    check(ONE_PASS[1], "cpu")
+    check(FUSED[0], "cpu")
+    check(FUSED[1], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
 
 
 def is_right(sm: tuple[int, int], per_segment: int = 1, clusters: int = 0) -> bool:
-    """Whether a case with a state that lasts comes out right, in cold segments, whole or in one pass."""
+    """Whether a case with a state that lasts comes out right, in chained segments, whole or fused."""
     case = Case((390,), per_segment=per_segment, clusters=clusters, shift=-8.0, are_keys_alike=True)
     try:
         of_o, of_state = errors(case, "cpu", sm)
@@ -327,13 +328,13 @@ def replace(pattern: str, by: str | Callable[[re.Match], str], *places: int):
     return edit
 
 
-# The waits of the pass that is one, in the order of its PTX; without any of them some order of work gives another result.
+# The waits of the fused kernel, in the order of its PTX; without any of them some order of work gives another result.
 WAITS = {"half_free": (0, "late"), "g": (1, "late"), "free": (2, "early"), "k, q": (4, "late"), "taken": (6, "late"),
          "v_full": (8, "late"), "ready": (9, "early"), "arrived": (10, "early")}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_one_pass_waits_for_all_that_it_needs(interpreted, what):
+def test_the_fused_kernel_waits_for_all_that_it_needs(interpreted, what):
     place, order = WAITS[what]
     interpreted(order, replace(WAIT, NO_WAIT, place))
     assert not is_right(HOPPER_SM, clusters=1)
@@ -342,14 +343,14 @@ def test_one_pass_waits_for_all_that_it_needs(interpreted, what):
 # Races in shared memory
 
 
-def test_one_pass_has_no_races(interpreted):
+def test_the_fused_kernel_has_no_races(interpreted):
     interpreted("late", races=True)
-    check(ONE_PASS[0], "cpu")
-    check(ONE_PASS[1], "cpu")
+    check(FUSED[0], "cpu")
+    check(FUSED[1], "cpu")
 
 
 @of_each
-def test_two_kernels_have_no_races(interpreted, sm):
+def test_split_kernels_have_no_races(interpreted, sm):
     interpreted("late", races=True)
     check(CASES[0], "cpu", sm)
     if sm == HOPPER_SM:
@@ -361,45 +362,45 @@ NAMED_BARRIER, NUM_WAITS = r"bar(?:rier)?\.sync \t%?\w+, \d+;", 11
 NAMED = [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7, 9), (8, 10), (11,), (12,), (13,)]
 
 
-def test_the_barriers_of_one_pass_are_all_counted(interpreted):
+def test_the_barriers_of_the_fused_kernel_are_all_counted(interpreted):
     text = ptx.compiled("fused_kda_f16_gate_bf16").ptx
     assert len(re.findall(NAMED_BARRIER, text)) == sum(map(len, NAMED))
     assert len(re.findall(WAIT, text)) == NUM_WAITS
 
 
 @pytest.mark.parametrize("places", NAMED, ids=str)
-def test_one_pass_needs_every_named_barrier(interpreted, places):
+def test_the_fused_kernel_needs_every_named_barrier(interpreted, places):
     """Without any of them there is a race, whether or not an order of work lets it show in the numbers."""
     interpreted("early", replace(NAMED_BARRIER, "", *places), races=True)
     with pytest.raises(ptx.SimulationError, match="a race: "):
-        errors(ONE_PASS[1], "cpu")
+        errors(FUSED[1], "cpu")
 
 
-COLD = Case((390,), per_segment=1, num_sms=8, shift=-8.0)  # B and M by one block, chains that use places again
+CHAINED_BY_ONE_BLOCK = Case((390,), per_segment=1, num_sms=8, shift=-8.0)  # B and M by one block, chains that use places again
 
 
-def test_cold_segments_have_no_races(interpreted):
+def test_chained_segments_have_no_races(interpreted):
     interpreted("late", races=True)
-    check(COLD, "cpu")
+    check(CHAINED_BY_ONE_BLOCK, "cpu")
 
 
-NUM_WAITS_OF_TWO = 10
+NUM_SPLIT_WAITS = 10
 
 
-@pytest.mark.parametrize("place", range(NUM_WAITS_OF_TWO))
-def test_two_kernels_need_every_wait(interpreted, place):
-    assert len(re.findall(WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_WAITS_OF_TWO
+@pytest.mark.parametrize("place", range(NUM_SPLIT_WAITS))
+def test_split_kernels_need_every_wait(interpreted, place):
+    assert len(re.findall(WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_SPLIT_WAITS
     interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
-        errors(COLD, "cpu")
+        errors(CHAINED_BY_ONE_BLOCK, "cpu")
 
 
 @pytest.mark.parametrize("place", range(NUM_WAITS))
-def test_one_pass_needs_every_wait(interpreted, place):
+def test_the_fused_kernel_needs_every_wait(interpreted, place):
     """Likewise, but that without one of them a barrier gets too many arrivals before anything else."""
     interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
-        errors(ONE_PASS[1], "cpu")
+        errors(FUSED[1], "cpu")
 
 
 def with_the_barrier_behind_the_reads(text: str) -> str:
@@ -413,7 +414,7 @@ def test_v_has_been_used_when_the_next_may_come(interpreted):
     """A barrier does not wait for what is being read, nor does a copy wait behind that: on a GPU it once came too early."""
     interpreted("late", with_the_barrier_behind_the_reads, races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: .* at cp\.async\.bulk\.tensor.* at ldmatrix.* may still be reading"):
-        errors(ONE_PASS[0], "cpu")
+        errors(FUSED[0], "cpu")
 
 
 def flipped(bit: int, *places: int):
@@ -428,7 +429,7 @@ def flipped(bit: int, *places: int):
     return edit
 
 
-# The state kernel of Blackwell. Its PTX has prepare, maps and walk in this order.
+# The recurrence of Blackwell. Its PTX has the intra-chunk kernel, transitions and the recurrence in this order.
 BROKEN = {
     "B's major in the descriptor of a product": flipped(16, -4),
     "the swizzle in descriptors": replace(r"\b461\d{16};", lambda m: f"{int(m[0][:-1]) ^ 6 << 61};"),
@@ -456,7 +457,9 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkey
     assert not error() < self_check.LIMIT
 
 
-# Calls that are made again
+# Recorded calls
+
+NOT_SERVED = (None,) * 4  # tensors of a call behind `out`
 
 
 @pytest.fixture(params=["python", "c"])
@@ -466,18 +469,19 @@ def launched(monkeypatch, request):
     kernel = stand_in(request.param)
     monkeypatch.setattr(kda, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
     monkeypatch.setattr(kda, "stream_of", lambda device: 0)
-    plan_on_cpu(monkeypatch)
-    monkeypatch.setattr(kda, "_cut_on", lambda problem, device: kda.cut(problem, NUM_SMS))
+    replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(kda, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
+    monkeypatch.setattr(kda, "sms_of", lambda device: NUM_SMS)
     return calls
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[-1], Case((70,) * 66, is_packed=False)], ids=str)
-def test_again_launches_what_a_call_launches(launched, case):
+def test_a_recorded_call_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
     first = kda.kda_fwd(p, x, out)
-    again = kda.kda_fwd_again(p, x, out)
-    o, final_state = run_plan(again, (*x, out))
+    repeat = kda.record_kda_fwd(p, x, out)
+    o, final_state = replay(repeat, (*x, out, *NOT_SERVED))
     assert o is out
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
@@ -486,13 +490,48 @@ def test_again_launches_what_a_call_launches(launched, case):
     assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 
-def test_again_keeps_its_workspace(launched):
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        (Case((70, 5, 130)), [Case((30,) * 7), Case((300, 0, 1, 40)), Case((70, 5, 130))]),
+        (Case((200, 200), is_packed=False), [Case((165,) * 3, is_packed=False), Case((1000,), is_packed=False)]),
+        (Case((70,) * 66, is_packed=False), [Case((40,) * 132, is_packed=False), Case((512,) * 66, is_packed=False)]),
+    ],
+    ids=["packed", "batch", "fused"],
+)
+def test_a_recorded_call_serves_other_lengths(launched, case, others):
+    """What one record launches for each of these is what a call of that length launches."""
+    p, x = make(case, "cpu")
+    repeat = record.replayer((*x, None, *NOT_SERVED), kda.record_kda_fwd(p, x))
+    for other in others:
+        p, x = make(other, "cpu")
+        launched.clear()
+        want = kda.kda_fwd(p, x)
+        o, final_state = repeat((*x, None, *NOT_SERVED))
+        assert o.shape == want.o.shape and o.stride() == want.o.stride()
+        assert final_state.shape == want.final_state.shape and final_state.is_contiguous()
+        (name, arguments), (same_name, same) = launched
+        assert name == same_name
+        fresh = (7, 9, 11) if "fused" not in name else (7, 9)
+        assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
+
+
+def test_lengths_that_another_kernel_serves_are_not_the_records(launched):
+    p, x = make(Case((70,) * 66, is_packed=False), "cpu")
+    assert kda.schedule_on(p, x.q.device).is_fused
+    repeat = record.replayer((*x, None, *NOT_SERVED), kda.record_kda_fwd(p, x))
+    _, few = make(Case((500,), is_packed=False), "cpu")
+    assert repeat((*few, None, *NOT_SERVED)) is NotImplemented
+    assert not launched
+
+
+def test_a_recorded_call_keeps_its_workspace(launched):
     """A call and the next have the same; one that runs in another thread at the same time has another."""
     p, x = make(CASES[0], "cpu")
-    tensors = (*x, None)
-    again = native.planned(tensors, kda.kda_fwd_again(p, x))
-    results = [again(tensors) for _ in range(3)]
-    thread = threading.Thread(target=lambda: results.append(again(tensors)))
+    tensors = (*x, None, *NOT_SERVED)
+    repeat = record.replayer(tensors, kda.record_kda_fwd(p, x))
+    results = [repeat(tensors) for _ in range(3)]
+    thread = threading.Thread(target=lambda: results.append(repeat(tensors)))
     thread.start()
     thread.join()
     assert len({o.data_ptr() for o, _ in results}) == 4
@@ -500,19 +539,19 @@ def test_again_keeps_its_workspace(launched):
     assert first == second == third != other
 
 
-def test_again_is_for_tensors_that_need_no_copy(launched):
+def test_a_call_is_recorded_for_tensors_that_need_no_copy(launched):
     p, x = make(Case((100, 100), is_packed=False), "cpu")
-    again = kda.kda_fwd_again(p, x)
-    o, final_state = run_plan(again, (*x, None))
+    repeat = kda.record_kda_fwd(p, x)
+    o, final_state = replay(repeat, (*x, None, *NOT_SERVED))
     assert o.shape == x.v.shape and o.is_contiguous() and o.dtype == torch.bfloat16
     assert final_state.shape == x.initial_state.shape and final_state.is_contiguous()
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
-    assert run_plan(again, (*x._replace(q=odd), None)) is None
+    assert replay(repeat, (*x._replace(q=odd), None, *NOT_SERVED)) is None
     odd_state = torch.empty(x.initial_state.numel() + 1)[1:].view(x.initial_state.shape)
-    assert run_plan(again, (*x._replace(initial_state=odd_state), None)) is None
+    assert replay(repeat, (*x._replace(initial_state=odd_state), None, *NOT_SERVED)) is None
     longer = torch.cat([x.q, x.q], dim=1)
-    assert kda.kda_fwd_again(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
-    assert kda.kda_fwd_again(p, x._replace(q=longer[:, ::2])) is not None
+    assert kda.record_kda_fwd(p, x._replace(q=longer[:, :100])) is None  # the second sequence does not follow the first
+    assert kda.record_kda_fwd(p, x._replace(q=longer[:, ::2])) is not None
 
 
 # On a GPU
@@ -527,37 +566,37 @@ def kernels():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, *COLD_CUTS], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *CHAINED], ids=str)
 def test_on_a_gpu(kernels, case):
     check(case, "cuda")
 
 
 @pytest.fixture
-def one_pass(kernels):
+def fused_kernel(kernels):
     sm = torch.cuda.get_device_capability()
     if sm != HOPPER_SM:
-        pytest.skip(f"one pass needs compute capability 9.0, and this GPU has {sm[0]}.{sm[1]}")
+        pytest.skip(f"the fused kernel needs compute capability 9.0, and this GPU has {sm[0]}.{sm[1]}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ONE_PASS, ids=str)
-def test_one_pass_on_a_gpu(one_pass, case):
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_fused_on_a_gpu(fused_kernel, case):
     check(case, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lengths", "H", "shift"), [((1000,) * 8, 16, 0.0), ((1000,) * 8, 16, -8.0), ((256,) * 4, 64, -4.0)])
-def test_one_pass_is_repeatable_and_chosen_for_a_full_gpu(one_pass, lengths, H, shift):
-    """Thirty runs give the same bits, and the numbers of two kernels."""
+def test_the_fused_kernel_is_repeatable_and_chosen_for_a_full_gpu(fused_kernel, lengths, H, shift):
+    """Thirty runs give the same bits, and the numbers of the split kernels."""
     p, x = make(Case(lengths, is_packed=False, H=H, HV=H, shift=shift), "cuda")
-    cut = kda.cut(p, NUM_SMS)
-    assert cut.clusters == NUM_SMS // 2
+    made = schedule(p, NUM_SMS)
+    assert made.clusters == NUM_SMS // 2
     two, first, o = (torch.empty_like(x.v) for _ in range(3))
     of_two, of_first, state = (torch.empty_like(x.initial_state) for _ in range(3))
-    kda.run(p, x, kda.cut_into(p, 100, NUM_SMS), of_two, two)
-    kda.run(p, x, cut, of_first, first)
+    kda.run(p, x, split_into(p, 100, NUM_SMS), of_two, two)
+    kda.run(p, x, made, of_first, first)
     for _ in range(29):
-        kda.run(p, x, cut, state.fill_(math.nan), o.fill_(math.nan))
+        kda.run(p, x, made, state.fill_(math.nan), o.fill_(math.nan))
         assert torch.equal(o, first) and torch.equal(state, of_first)
     assert relative_error(first, two.double()) < 2e-3
     assert relative_error(of_first, of_two.double()) < 1e-3
@@ -570,8 +609,8 @@ def test_kept_workspaces_on_a_gpu(kernels):
     p, given = make(Case((200, 200), is_packed=False), "cuda")
     for factor in (1, 2, 3):
         x = given._replace(v=factor * given.v)
-        tensors = (*x, None)
-        calls.append((native.planned(tensors, kda.kda_fwd_again(p, x)), tensors, kda.kda_fwd(p, x)))
+        tensors = (*x, None, *NOT_SERVED)
+        calls.append((record.replayer(tensors, kda.record_kda_fwd(p, x)), tensors, kda.kda_fwd(p, x)))
 
     def is_right(done, want):
         return torch.equal(done[0], want.o) and torch.equal(done[1], want.final_state)
@@ -580,17 +619,17 @@ def test_kept_workspaces_on_a_gpu(kernels):
     torch.cuda.synchronize()
     done = []
     for turn in range(30):
-        again, tensors, want = calls[turn % len(calls)]
+        repeat, tensors, want = calls[turn % len(calls)]
         with torch.cuda.stream(streams[turn * 7 % 5 % len(streams)]):
-            done.append((again(tensors), want))
+            done.append((repeat(tensors), want))
     torch.cuda.synchronize()
     assert all(is_right(*pair) for pair in done)
 
     shared, wrong = torch.cuda.Stream(), []
 
-    def work(again, tensors, want):
+    def work(repeat, tensors, want):
         with torch.cuda.stream(shared):
-            results = [again(tensors) for _ in range(100)]
+            results = [repeat(tensors) for _ in range(100)]
         shared.synchronize()
         wrong.append(sum(not is_right(result, want) for result in results))
 
@@ -624,11 +663,11 @@ def test_kept_workspaces_on_a_gpu(kernels):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0.0, -8.0])
 def test_long_and_repeatable(kernels, shift):
-    """Two runs give the same bits, cut or not; whole sequences and segments the same numbers."""
+    """Two runs give the same bits, split or not; whole sequences and segments the same numbers."""
     p, x = make(Case((20000,), is_packed=False, H=2, HV=4, shift=shift), "cuda")
-    whole = kda.run(p, x, kda.Cut(313, 1, 313, 313, False))
-    cut = kda.cut(p, NUM_SMS)
-    assert cut.has_maps
-    first = kda.run(p, x, cut)
-    assert torch.equal(first, kda.run(p, x, cut))
+    whole = kda.run(p, x, Schedule(313, 1, 313, 313, False))
+    made = schedule(p, NUM_SMS)
+    assert made.has_transitions
+    first = kda.run(p, x, made)
+    assert torch.equal(first, kda.run(p, x, made))
     assert relative_error(first, whole.double()) < TOLERANCE["f16"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA prefill on the CuTe kernels: which calls the backends take, when one pass is chosen, how sequences are cut.
+"""KDA prefill on the CuTe kernels: which calls the backends take, when the fused kernel is chosen, how sequences are split.
 
 Sizes only; numbers are in test_kda.py.
 """
@@ -12,7 +12,9 @@ import torch
 
 from cula.core.dispatch import choose
 from cula.kda.problem import KdaOptions, KdaProblem
-from cula.ops.cute import kda
+from cula.ops.cute import kda, kda_schedule
+from cula.ops.cute.archs import ARCHS, arch_of, find_arch, of_target, target_of
+from cula.ops.cute.kda_schedule import how, schedule
 from cula.ops.cute.toolchain import loader
 
 D, CHUNK, NUM_SMS = 128, 64, 132
@@ -98,25 +100,25 @@ def test_blackwell_takes_what_hopper_does(monkeypatch, sm):
 @pytest.mark.parametrize("T", [1, 64, 65, 1000, 8192, 131072])
 @pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
+def test_a_schedule_has_room_for_every_sequence(T, N, HV, is_packed):
     shape = {"B": 1, "T": T * N} if is_packed else {"B": N, "T": T}
-    cut = kda.cut(dataclasses.replace(HOPPER, **shape, N=N, H=HV, HV=HV, is_packed=is_packed), NUM_SMS)
+    made = schedule(dataclasses.replace(HOPPER, **shape, N=N, H=HV, HV=HV, is_packed=is_packed), NUM_SMS)
     chunks = -(-T // CHUNK)
-    per_sequence = -(-chunks // cut.per_segment)
-    assert cut.chunks >= N * chunks
-    assert cut.segments >= N * per_sequence
-    assert cut.has_maps or per_sequence == 1
-    # where a sequence that starts cold has longer segments, its blocks are enough for a B or an M each, of all but the last
-    assert cut.per_cold_segment >= cut.per_segment
-    if cut.per_cold_segment > cut.per_segment:
-        walkers, blocks = -(-chunks // cut.per_cold_segment), per_sequence + cut.helpers
-        assert cut.has_maps and 2 * (walkers - 1) <= blocks and cut.per_segment <= 2 * per_sequence
-    # at most one segment more than there are multiprocessors for, packed or not
-    assert cut.segments * HV <= max(NUM_SMS + N * HV, N * HV)
-    # helpers make maps of a single sequence where multiprocessors are idle, and never more than there are maps
-    assert 0 <= cut.helpers <= max(cut.segments - 1, 0)
-    if cut.helpers:
-        assert N == 1 and cut.has_maps and (cut.segments + cut.helpers) * HV <= NUM_SMS
+    per_sequence = -(-chunks // made.per_segment)
+    assert made.chunks >= N * chunks
+    assert made.segments >= N * per_sequence
+    assert made.has_transitions or per_sequence == 1
+    # where a chained sequence has longer segments, its blocks are enough for a B or an M each, of all but the last
+    assert made.per_chained_segment >= made.per_segment
+    if made.per_chained_segment > made.per_segment:
+        segments, blocks = -(-chunks // made.per_chained_segment), per_sequence + made.helpers
+        assert made.has_transitions and 2 * (segments - 1) <= blocks and made.per_segment <= 2 * per_sequence
+    # at most one segment more than there are SMs for, packed or not
+    assert made.segments * HV <= max(NUM_SMS + N * HV, N * HV)
+    # helpers compute transitions of a single sequence where SMs are idle, and never more than there are
+    assert 0 <= made.helpers <= max(made.segments - 1, 0)
+    if made.helpers:
+        assert N == 1 and made.has_transitions and (made.segments + made.helpers) * HV <= NUM_SMS
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"H": 64, "HV": 64}, 64),
         ({"B": 2, "N": 2, "H": 64, "HV": 64}, 66),
         ({"B": 8, "N": 8, "H": 48, "HV": 96}, 66),
-        ({"H": 96, "HV": 96}, 0),  # the second turn would leave many idle
+        ({"H": 96, "HV": 96}, 0),  # the second wave would leave many idle
         ({"H": 16, "HV": 16}, 0),
         ({"B": 4, "N": 4, "T": 2048, "H": 12, "HV": 12}, 48),  # few, but short
         ({"B": 4, "N": 4, "T": 2049, "H": 12, "HV": 12}, 0),
@@ -134,7 +136,7 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"T": 128, "H": 4, "HV": 4}, 4),  # so few tokens that a launch counts
         ({"T": 128, "N": 8, "H": 2, "HV": 4, "is_packed": True}, 32),
         ({"T": 129, "H": 4, "HV": 4}, 0),
-        ({"T": 128, "N": 40, "H": 2, "HV": 4, "is_packed": True}, 0),  # would take turns
+        ({"T": 128, "N": 40, "H": 2, "HV": 4, "is_packed": True}, 0),  # would take several waves
         ({"N": 5, "H": 96, "HV": 96, "is_packed": True}, 0),  # lengths that are not known
         ({"N": 6, "H": 96, "HV": 96, "is_packed": True}, 66),  # so many that they average out
         ({"N": 5, "H": 64, "HV": 64, "is_packed": True}, 64),  # a cluster has the same heads of each
@@ -146,14 +148,12 @@ def test_a_cut_has_room_for_every_sequence(T, N, HV, is_packed):
     ],
     ids=str,
 )
-def test_one_pass_where_it_fills_the_gpu(change, clusters):
-    problem = dataclasses.replace(
-        HOPPER, **{"options": dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True), **change}
-    )
-    cut = kda.cut(problem, NUM_SMS)
-    assert cut.clusters == clusters
-    assert (cut.bytes(problem.HV) == 0) == (clusters > 0)
-    assert kda.how(problem, NUM_SMS).startswith(f"one pass on {clusters} clusters" if clusters else "two kernels, ")
+def test_fused_where_it_fills_the_gpu(change, clusters):
+    problem = dataclasses.replace(HOPPER, **{"options": HOPPER.options._replace(use_qk_l2norm_in_kernel=True), **change})
+    made = schedule(problem, NUM_SMS)
+    assert made.clusters == clusters
+    assert (made.workspace_bytes(problem.HV) == 0) == (clusters > 0)
+    assert how(problem, NUM_SMS).startswith(f"fused: one kernel on {clusters} clusters" if clusters else "split: two kernels, ")
 
 
 def test_a_choice_says_how_a_call_is_done(monkeypatch):
@@ -165,31 +165,45 @@ def test_a_choice_says_how_a_call_is_done(monkeypatch):
         "get_device_properties": types.SimpleNamespace(multi_processor_count=NUM_SMS),
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=dataclasses.replace(HOPPER.options, use_qk_l2norm_in_kernel=True))
+    problem = dataclasses.replace(HOPPER, H=96, HV=96, options=HOPPER.options._replace(use_qk_l2norm_in_kernel=True))
     choice = choose("kda_fwd", problem)
     choice = dataclasses.replace(choice, how=choice.backend.how("kda_fwd", problem))  # as `cula.explain` does
-    line = "  two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
+    line = "  split: two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
     assert str(choice).splitlines()[1] == line
     assert choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0))) is None  # of a GPU that is not here
 
 
-def test_how_a_call_is_done_names_both_cuts(monkeypatch):
-    for per_cold, text in (
+def test_how_a_call_is_done_names_both_lengths_of_segments(monkeypatch):
+    for per_chained, text in (
         (32, "segments of 16 chunks of 64 tokens, of 32 where gates forget slowly, "),
         (16, "of 64 tokens, 146 MiB"),
     ):
-        monkeypatch.setattr(kda, "cold_segments", lambda problem, cut, mean, per_cold=per_cold: per_cold)
-        assert text in kda.how(HOPPER, NUM_SMS)
+        monkeypatch.setattr(kda_schedule, "chained_segment", lambda problem, made, mean, per_chained=per_chained: per_chained)
+        assert text in how(HOPPER, NUM_SMS)
 
 
-def test_only_hopper_cuts_cold_sequences_otherwise():
-    assert kda.cut(HOPPER, NUM_SMS).per_cold_segment > kda.cut(HOPPER, NUM_SMS).per_segment
-    blackwell = kda.cut(dataclasses.replace(HOPPER, sm=BLACKWELL_SM), NUM_SMS)
-    assert blackwell.per_cold_segment == blackwell.per_segment
+def test_only_hopper_splits_chained_sequences_otherwise():
+    assert schedule(HOPPER, NUM_SMS).per_chained_segment > schedule(HOPPER, NUM_SMS).per_segment
+    blackwell = schedule(dataclasses.replace(HOPPER, sm=BLACKWELL_SM), NUM_SMS)
+    assert blackwell.per_chained_segment == blackwell.per_segment
 
 
-def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_cut():
+def test_a_packed_sequence_that_is_all_there_is_stays_whole_where_nothing_is_split():
     problem = dataclasses.replace(HOPPER, B=1, T=6400, N=64, is_packed=True)
-    cut = kda.cut(problem, NUM_SMS)
-    assert not cut.has_maps
-    assert cut.per_segment * CHUNK >= problem.T
+    made = schedule(problem, NUM_SMS)
+    assert not made.has_transitions
+    assert made.per_segment * CHUNK >= problem.T
+
+
+def test_what_a_kernel_serves_is_said_beside_it():
+    assert kda.why_not("kda_fwd", HOPPER) is None
+    assert kda.why_not("kda_fwd", dataclasses.replace(HOPPER, V=64)) == "takes K = V = 128, and this call has K = 128, V = 64"
+
+
+def test_architectures():
+    assert [arch.name for arch in ARCHS] == ["sm90", "sm100"]
+    assert (target_of((9, 0)), target_of((10, 3))) == ("sm_90a", "sm_103a")
+    assert arch_of((10, 0)) is arch_of((10, 3)) is of_target("sm_103a")
+    assert find_arch((8, 0)) is None and find_arch(None) is None
+    with pytest.raises(ValueError, match=r"no CuTe kernels for compute capability \(8, 0\)"):
+        arch_of((8, 0))

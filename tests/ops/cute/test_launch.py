@@ -4,10 +4,12 @@
 import pytest
 import torch
 
-from cula.core.replay import record as native
+from cula.core.replay import record
 from cula.core.replay.record import Address
 from cula.ops.cute import launch
-from tests.support.plans import addresses
+from cula.ops.cute.abi import Abi, f32, i32, i64
+from cula.ops.cute.abi import addresses as addresses_of
+from tests.support.replay import addresses
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
@@ -19,7 +21,7 @@ def test_the_function_is_called_with_the_same_arguments():
     seen = []
     kernel = tvm_ffi.convert(lambda *arguments: seen.append(arguments))
     again = launch.again(kernel, OF, NUMBERS)
-    assert native._compiled() is None or not hasattr(again, "__code__"), "by C"
+    assert record._compiled() is None or not hasattr(again, "__code__"), "by C"
     q, o = torch.randn(8), torch.randn(8)
     assert again(2**45, addresses((q, None)), o)
     kernel(q.data_ptr(), 2**40 + 8, o.data_ptr(), *NUMBERS, 2**45)
@@ -27,8 +29,23 @@ def test_the_function_is_called_with_the_same_arguments():
     assert [type(x) for x in seen[0]] == [type(x) for x in seen[1]]
 
 
+def test_a_launch_is_recorded_in_the_order_of_its_description():
+    seen = []
+    kernel = tvm_ffi.convert(lambda *arguments: seen.append(arguments))
+    abi = Abi("toy", addresses_of(q=16, bias=4, o=16), i64("stride"), f32("scale"), i32("T", "is_packed"))
+    sources = {"o": ~0, "q": 0, "bias": launch.Source(1, absent=2**40 + 8)}
+    again = launch.record(abi, kernel, sources, {"T": 3, "is_packed": True, "scale": 2, "stride": 2**40})
+    block = torch.randn(16)
+    q, odd, o = block[:8], block[1:9], torch.randn(8)
+    assert again(2**45, addresses((q, None)), o)
+    assert seen == [(q.data_ptr(), 2**40 + 8, o.data_ptr(), 2**40, 2.0, 3, 1, 2**45)]
+    assert not again(2**45, addresses((odd, None)), o), "not aligned as described"
+    with pytest.raises(TypeError, match="missing: \\['bias'\\]; unknown: none"):
+        launch.record(abi, kernel, {"q": 0, "o": ~0}, {})
+
+
 def test_a_function_that_raises_has_not_launched():
-    if native._compiled() is None:
+    if record._compiled() is None:
         pytest.skip("native.c cannot be compiled here")
 
     def fail(*_):

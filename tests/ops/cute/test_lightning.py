@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning prefill on the CuTe kernels: what the backend takes, how it cuts sequences, and every kernel's and cut's numbers."""
+"""Lightning prefill on the CuTe kernels: what the backend takes, how it schedules sequences, and the numbers of
+every kernel and schedule."""
 
 import dataclasses
 
@@ -8,13 +9,19 @@ import torch
 
 import cula
 from cula import reference
+from cula.core.constants import CHUNK
 from cula.core.dispatch import choose
-from cula.lightning.problem import LightningInputs, LightningProblem, check_lightning
+from cula.core.kernels import Pool
+from cula.core.replay import record
+from cula.lightning.problem import LightningInputs, LightningOptions, LightningProblem, check_lightning
 from cula.ops.cute import lightning
+from cula.ops.cute.lightning_abi import LIGHTNING
+from cula.ops.cute.lightning_schedule import choose_schedule, make_schedule
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
+from tests.support.abi import swapped
 from tests.support.calls import TOLERANCE, LightningCall
-from tests.support.plans import plan_on_cpu, run_plan, stand_in
+from tests.support.replay import replay, replay_on_cpu, stand_in
 
 HOPPER = LightningProblem(
     device="cuda",
@@ -29,10 +36,9 @@ HOPPER = LightningProblem(
     V=128,
     is_packed=False,
     has_initial_state=True,
-    output_final_state=True,
     needs_grad=False,
     scale=1.0,
-    chunk_size=64,
+    options=LightningOptions(output_final_state=True),
 )
 NUM_SMS = 132
 
@@ -80,27 +86,27 @@ def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
-def test_a_plan_covers_every_token(T, N, HV, is_packed, D):
+def test_a_schedule_covers_every_token(T, N, HV, is_packed, D):
     problem = dataclasses.replace(HOPPER, B=1 if is_packed else N, T=T, N=N, H=HV, HV=HV, K=D, V=D, is_packed=is_packed)
-    plan = lightning.cut(problem, NUM_SMS)
-    assert plan.segment % lightning.CHUNK == 0
-    assert 1 <= plan.num_blocks <= NUM_SMS
-    if not plan.segment:
-        assert plan.num_ids == N
+    schedule = choose_schedule(problem, NUM_SMS)
+    assert schedule.segment % CHUNK == 0
+    assert 1 <= schedule.num_blocks <= NUM_SMS
+    if not schedule.segment:
+        assert schedule.num_ids == N
     elif is_packed:
-        assert plan.num_ids == T // plan.segment + N  # what `locate` counts on
+        assert schedule.num_ids == T // schedule.segment + N  # what `locate` counts on
     else:
-        assert (plan.per_seq - 1) * plan.segment < T <= plan.per_seq * plan.segment
-        assert plan.num_ids == N * plan.per_seq
+        assert (schedule.per_seq - 1) * schedule.segment < T <= schedule.per_seq * schedule.segment
+        assert schedule.num_ids == N * schedule.per_seq
 
 
-def test_few_long_sequences_are_cut_and_many_are_not():
-    def plan(**change):
-        return lightning.cut(dataclasses.replace(HOPPER, **change), NUM_SMS)
+def test_few_long_sequences_are_split_and_many_are_not():
+    def schedule(**change):
+        return choose_schedule(dataclasses.replace(HOPPER, **change), NUM_SMS)
 
-    assert plan(T=131072, H=8, HV=8).segment
-    assert not plan(B=2, N=2, T=16384).segment
-    assert not plan(B=64, N=64, T=1024).segment
+    assert schedule(T=131072, H=8, HV=8).segment
+    assert not schedule(B=2, N=2, T=16384).segment
+    assert not schedule(B=64, N=64, T=1024).segment
 
 
 CASES = {
@@ -110,9 +116,9 @@ CASES = {
     "no state": dict(call=LightningCall(lens=(70, 5), initial_state=False)),
     "strong decay": dict(call=LightningCall(T=300, decay=20.0), per_seq=3),
     "no decay": dict(call=LightningCall(T=300, decay=0.0), per_seq=3),
-    "cut": dict(call=LightningCall(T=500, B=2), per_seq=4),
-    "packed, cut": dict(call=LightningCall(lens=(700, 0, 5, 128, 64, 33)), per_seq=3),
-    "packed, cut, no state": dict(call=LightningCall(lens=(700, 5, 128), initial_state=False), per_seq=4),
+    "split": dict(call=LightningCall(T=500, B=2), per_seq=4),
+    "packed, split": dict(call=LightningCall(lens=(700, 0, 5, 128, 64, 33)), per_seq=3),
+    "packed, split, no state": dict(call=LightningCall(lens=(700, 5, 128), initial_state=False), per_seq=4),
 }
 
 
@@ -134,20 +140,20 @@ def device(monkeypatch):
 def run_twice(call, kernel, per_seq, device):
     """Outputs and last states of a call, and the same from the recurrence."""
     tensors = call.tensors(device)
-    problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
-    plan = lightning.cut_into(problem, kernel, per_seq, NUM_SMS)
+    problem, x = check_lightning(LightningInputs(**tensors), LightningOptions(output_final_state=True))
+    schedule = make_schedule(problem, kernel, per_seq, NUM_SMS)
     state = torch.full((problem.N, problem.HV, problem.V, problem.K), float("nan"), device=device)
     out = torch.full_like(x.v, float("nan"))
-    o = lightning.run(problem, x, plan, x.initial_state, state, out=out)
+    o = lightning.run(problem, x, schedule, x.initial_state, state, out=out)
     assert o is out
-    again = lightning.run(problem, x, plan, x.initial_state, torch.empty_like(state))
+    again = lightning.run(problem, x, schedule, x.initial_state, torch.empty_like(state))
     assert torch.equal(o, again), "two runs give the same bits"
     return (o, state), reference.lightning(**tensors)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernel", ["d128", "d128_half", "d64"])
-def test_every_kernel_and_cut_matches_the_recurrence(device, kernel, name):
+def test_every_kernel_and_schedule_matches_the_recurrence(device, kernel, name):
     D = 64 if kernel == "d64" else 128
     call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=D, V=D)
     (o, state), (want_o, want_state) = run_twice(call, kernel, CASES[name].get("per_seq", 1), device)
@@ -162,28 +168,36 @@ def test_another_sequences_nan_stays_there(device):
     want_o, want_state = reference.lightning(**tensors)
     for name in ("q", "k", "v"):
         tensors[name][:, 70:110] = float("nan")
-    problem, x = check_lightning(LightningInputs(**tensors), output_final_state=True)
+    problem, x = check_lightning(LightningInputs(**tensors), LightningOptions(output_final_state=True))
     state = torch.empty(3, 1, 128, 128, device=device)
-    o = lightning.run(problem, x, lightning.cut_into(problem, "d128", 1, NUM_SMS), x.initial_state, state)
+    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS), x.initial_state, state)
     healthy = [*range(70), *range(110, 176)]
     assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE[torch.bfloat16]
     assert relative_error(state[[0, 2]], want_state[[0, 2]]) < TOLERANCE[torch.bfloat16]
 
 
+def force(monkeypatch, per_seq):
+    """A schedule with so many segments to a sequence, whatever is cheapest."""
+    choose = lambda problem, num_sms: make_schedule(problem, "d128", per_seq, NUM_SMS)
+    monkeypatch.setattr(lightning, "_schedule_on", lambda problem, device: choose(problem, NUM_SMS))
+    monkeypatch.setattr(lightning, "choose_schedule", choose)
+    monkeypatch.setattr(lightning, "sms_of", lambda device: NUM_SMS)
+
+
 @pytest.mark.parametrize("per_seq", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, per_seq, dtype, monkeypatch):
-    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", per_seq, NUM_SMS))
+    force(monkeypatch, per_seq)
     call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=1, HV=2, K=128, V=128, initial_state=False)
     t = call.tensors(device)
-    problem, x = check_lightning(LightningInputs(**t), output_final_state=True)
+    problem, x = check_lightning(LightningInputs(**t), LightningOptions(output_final_state=True))
     slots = torch.tensor([6, -1, 2, 0, 4], device=device)
     fresh = torch.tensor([True, True, True, True, False], device=device)
     pool = torch.randn(8, 2, 128, 128, device=device).to(dtype)
     unlisted = [1, 3, 5, 7]
     pool[unlisted] = float("nan")
     before = pool.clone()
-    o = lightning.lightning_fwd_pool(problem, x, pool, slots, fresh, None)
+    o = lightning.lightning_fwd_pool(problem, x, Pool(pool, slots, fresh))
     first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
     want_o, want_state = reference.lightning(**{**t, "initial_state": first})
     assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
@@ -192,15 +206,41 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, per_seq,
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
 
 
+def test_which_pools_are_updated_in_place():
+    for changes, reason in (
+        ({"pool_dtype": torch.float32}, None),
+        ({"pool_dtype": torch.bfloat16}, None),
+        ({"pool_dtype": torch.bfloat16, "has_aligned_slots": False}, "it reads states in pairs"),
+        ({"pool_dtype": torch.float16}, "it takes pools in float32 or bfloat16, and this one is in float16"),
+    ):
+        found = lightning.pool_why_not(dataclasses.replace(HOPPER, **changes))
+        assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("names", [("q", "k"), ("h0", "ht"), ("H", "HV"), ("has_h0", "has_ht"), ("segment", "length")], ids=str)
+def test_swapped_arguments_are_noticed_before_any_launch(names):
+    from cula.ops.cute.common.arguments import fake_arguments
+    from cula.ops.cute.sm90.lightning import CONFIGS, LightningSm90
+
+    host = LightningSm90(CONFIGS["d128"])
+    fake_arguments(LIGHTNING, host)
+    with pytest.raises(TypeError, match=r"lightning: the description has .* where the host function has"):
+        fake_arguments(swapped(LIGHTNING, *names), host)
+
+
 def test_a_strided_packed_projection_is_read_as_it_lies(device):
     B, T, H, D = 2, 100, 2, 128
     mixed = torch.randn(B, T, 3 * H * D, dtype=torch.bfloat16).to(device)
     q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
     decay = torch.tensor([0.1, 0.5], device=device)
-    problem, x = check_lightning(LightningInputs(q, k, v, decay))
-    o = lightning.run(problem, x, lightning.cut_into(problem, "d128", 1, NUM_SMS), None, None)
+    problem, x = check_lightning(LightningInputs(q, k, v, decay), LightningOptions())
+    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS), None, None)
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
+
+
+NOT_SERVED = (None,) * 4  # tensors of a call behind `out`
 
 
 @pytest.fixture(params=["python", "c"])
@@ -210,37 +250,59 @@ def launched(monkeypatch, request):
     kernel = stand_in(request.param)
     monkeypatch.setattr(lightning, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
     monkeypatch.setattr(lightning, "stream_of", lambda device: 0)
-    plan_on_cpu(monkeypatch)
+    replay_on_cpu(monkeypatch)
     return calls
 
 
-@pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, cut"])
-def test_again_launches_what_a_call_launches(launched, monkeypatch, name):
+@pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, split"])
+def test_a_recorded_launch_is_that_of_a_call(launched, monkeypatch, name):
     per_seq = CASES[name].get("per_seq", 1)
-    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", per_seq, NUM_SMS))
+    force(monkeypatch, per_seq)
     call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=128, V=128)
-    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
+    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), LightningOptions(output_final_state=True))
     out = torch.empty_like(x.v)
-    _, want_state = lightning.lightning_fwd(problem, x, out)
+    want_state = lightning.lightning_fwd(problem, x, out).final_state
     first = launched.copy()
     launched.clear()
-    o, state = run_plan(lightning.lightning_fwd_again(problem, x, out), (*x, out))
+    o, state = replay(lightning.record_lightning_fwd(problem, x, out), (*x, out, *NOT_SERVED))
     assert o is out and state.shape == want_state.shape and state.is_contiguous()
     fresh = (7, 8)  # the final state and the seeds are new each time
     for before, after in zip(first, launched, strict=True):
         assert [a for i, a in enumerate(before) if i not in fresh] == [a for i, a in enumerate(after) if i not in fresh]
 
 
-def test_again_is_for_tensors_that_need_no_copy(launched, monkeypatch):
-    monkeypatch.setattr(lightning, "_cut_on", lambda problem, device: lightning.cut_into(problem, "d128", 1, NUM_SMS))
+@pytest.mark.parametrize("per_seq", [1, 3])
+def test_a_recorded_launch_serves_other_lengths(launched, monkeypatch, per_seq):
+    force(monkeypatch, per_seq)
+    calls = [
+        LightningCall(lens=lens, dtype=torch.bfloat16, H=1, HV=2, K=128, V=128) for lens in ((300, 64), (7,) * 5, (900, 0, 2))
+    ]
+    inputs = [check_lightning(LightningInputs(**c.tensors("cpu")), LightningOptions(output_final_state=True)) for c in calls]
+    p, x = inputs[0]
+    again = record.replayer((*x, None, *NOT_SERVED), lightning.record_lightning_fwd(p, x))
+    for p, x in inputs:
+        launched.clear()
+        want = lightning.lightning_fwd(p, x)
+        first = launched.copy()
+        launched.clear()
+        o, state = again((*x, None, *NOT_SERVED))
+        assert o.shape == want.o.shape and state.shape == want.final_state.shape
+        for before, after in zip(first, launched, strict=True):
+            assert [a for i, a in enumerate(before) if i not in (4, 7, 8)] == [
+                a for i, a in enumerate(after) if i not in (4, 7, 8)
+            ]
+
+
+def test_a_recorded_launch_is_for_tensors_that_need_no_copy(launched, monkeypatch):
+    force(monkeypatch, 1)
     call = LightningCall(T=100, B=2, dtype=torch.bfloat16, H=2, HV=2, K=128, V=128)
-    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), output_final_state=True)
-    again = lightning.lightning_fwd_again(problem, x)
-    o, state = run_plan(again, (*x, None))
+    problem, x = check_lightning(LightningInputs(**call.tensors("cpu")), LightningOptions(output_final_state=True))
+    again = lightning.record_lightning_fwd(problem, x)
+    o, state = replay(again, (*x, None, *NOT_SERVED))
     assert o.shape == x.v.shape and o.dtype == torch.bfloat16 and state.dtype == torch.float32
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
-    assert run_plan(again, (*x._replace(q=odd), None)) is None
-    assert lightning.lightning_fwd_again(problem, x._replace(q=torch.cat([x.q, x.q], dim=1)[:, :100])) is None
+    assert replay(again, (*x._replace(q=odd), None, *NOT_SERVED)) is None
+    assert lightning.record_lightning_fwd(problem, x._replace(q=torch.cat([x.q, x.q], dim=1)[:, :100])) is None
 
 
 @pytest.mark.gpu
@@ -255,7 +317,7 @@ def test_the_public_call_updates_a_pool_in_place(device):
         cula.cula_lightning(*given, cu_seqlens=t["cu_seqlens"], state_pool=pool, initial_state_indices=slots, backend=backend)
         for pool, backend in zip(pools, ("cute_sm90", "cute_sm90", "triton"))
     ]
-    assert torch.equal(results[0][0], results[1][0]), "the second call, by its plan, gives the same bits"
+    assert torch.equal(results[0][0], results[1][0]), "the second call, recorded, gives the same bits"
     assert torch.equal(pools[0], pools[1])
     assert relative_error(results[0][0], results[2][0]) < TOLERANCE[torch.bfloat16]
     assert relative_error(pools[0], pools[2]) < TOLERANCE[torch.bfloat16]

@@ -22,8 +22,8 @@ from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda
 from cula.lightning.problem import LightningInputs, LightningOptions, check_lightning
 from cula.ops.triton import decode, kda, launch, lightning
 from tests.support.calls import KdaCall, LightningCall
-from tools.sass.descriptors import misplaced_descriptors
 from tests.support.triton_offline import dry_run
+from tools.sass.descriptors import misplaced_descriptors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ACCESS = r"\b(?:ld|st|atom|red)\.[\w.]*global[\w.]*"

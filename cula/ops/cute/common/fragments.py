@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32
+from cula.ops.cute.common.tiles import I32
 
 
 def flat(t, start, size):
@@ -88,46 +88,6 @@ def widen(x: cute.Tensor, out: cute.Tensor):
     for i in cutlass.range_constexpr(cute.size(pairs)):
         bits[2 * i] = pairs[i] << 16
         bits[2 * i + 1] = pairs[i] & I32(-0x10000)
-
-
-@cute.jit
-def activate(
-    raw: cute.Tensor,
-    out: cute.Tensor,
-    slope: F32,
-    bias: cutlass.Constexpr,
-    unit: cute.Tensor,
-    top: cute.Tensor,
-    has_gate: cutlass.Constexpr,
-    fastest: cutlass.Constexpr = None,
-):
-    """Log2 decays, raw * unit or sigmoid / unit, of four tokens of each channel that `bias` has; `top` keeps the largest of each
-    token. Stage by stage: the latencies of one value are hidden by the others."""
-    n = 4 * len(bias)
-    x = cute.make_rmem_tensor((n,), F32)
-    if cutlass.const_expr(raw.element_type is BF16):
-        widen(raw, x)
-    else:
-        for e in cutlass.range_constexpr(n):
-            x[e] = raw[e]
-    if cutlass.const_expr(has_gate):
-        for e in cutlass.range_constexpr(n):
-            x[e] = slope * x[e] + bias[e // 4]
-        for e in cutlass.range_constexpr(n):
-            x[e] = cute.math.exp2(x[e], fastmath=True)
-        for e in cutlass.range_constexpr(n):
-            x[e] = x[e] * unit[e % 4] + unit[e % 4]
-        for e in cutlass.range_constexpr(n):
-            x[e] = cute.arch.rcp_approx(x[e])
-    else:
-        for e in cutlass.range_constexpr(n):
-            x[e] = x[e] * unit[e % 4]
-    if cutlass.const_expr(fastest is not None):
-        for e in cutlass.range_constexpr(n):
-            x[e] = cute.arch.fmax(x[e], F32(fastest))
-    for e in cutlass.range_constexpr(n):
-        top[e % 4] = cute.arch.fmax(top[e % 4], x[e])
-    flat(out, 0, n).store(x.load().to(F16))
 
 
 @cute.jit

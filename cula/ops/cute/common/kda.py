@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KDA forward of every architecture: one host function that cuts the workspace, launches `kda_prepare` and hands over to the
-architecture's own launch of the state kernel.
+"""The split KDA forward of every architecture: one host function that lays out the workspace, launches the intra-chunk kernel and
+hands over to the architecture's own launch of the recurrence.
 
-bf16 q, k, v, o with K = V = 128.
+bf16 q, k, v, o with K = V = 128. `kda_abi.py` describes the arguments.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
-from cutlass.cute.nvgpu import warp
-from cutlass.cute.runtime import make_fake_stream
 
-from cula.ops.cute.common.kda_prepare import prepare_kernel
-from cula.ops.cute.common.kda_prepare_steps import VEC, Kind
+from cula.ops.cute import kda_abi
+from cula.ops.cute.abi import Abi
+from cula.ops.cute.arch import Arch
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.kda_intra import (
+    THREADS,
+    GateInputs,
+    IntraResults,
+    IntraScalars,
+    IntraTma,
+    intra_kernel,
+)
+from cula.ops.cute.common.kda_intra_steps import intra_mmas
+from cula.ops.cute.common.kda_variant import KdaVariant, split_variants
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -31,32 +40,53 @@ from cula.ops.cute.common.tiles import (
     tma_load,
     tma_store,
 )
-
-TILE, SQUARE, STATE = 64 * 128, 64 * 64, 128 * 128
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC, WORKSPACE
+from cula.ops.cute.toolchain.variants import Variant
 
 
 class Work(NamedTuple):
-    """The workspace between the kernels. A record is a chunk's of one head, a map a segment's."""
+    """The workspace between the kernels. A record is a chunk's of one head, a transition a segment's."""
 
     tiles: Any  # [192 records, 128]: kb, qg, kr
     T: Any  # [64 records, 64], transposed; or by quarters, [128 records, 32]
     P: Any  # the same
     vec: Any  # [chunks, HV, VEC]
-    done: Any  # [maps]: how many of a map's two halves there are
     all_vecs: Any  # the same as [records, VEC]
-    B: Any  # [maps, 128, 128]
-    M: Any  # [2 maps, 128, 128]: hi, lo
-    all_m: Any  # the same as [256 maps, 128]
+    done: Any  # [segments HV]: how many of a transition's B and M there are
+    B: Any  # [segments HV, 128, 128]
+    M: Any  # [2 segments HV, 128, 128]: hi, lo
+    all_m: Any  # the same as [256 segments HV, 128]
+
+
+class Tokens(NamedTuple):
+    """What the recurrence reads and writes besides."""
+
+    v: Any  # [T, HV, 128]
+    o: Any
+    h0: Any  # [N, HV, dv, dk]
+    ht: Any
+    cu: Any  # [N + 1]
+
+
+class Sizes(NamedTuple):
+    """Numbers that the recurrence goes by."""
+
+    has_h0: Any
+    has_ht: Any
+    per_segment: Any
+    per_chained_segment: Any
+    length: Any
+    halvings: Any
+    segments: Any
+    has_transitions: Any
+    helpers: Any
 
 
 class Target(NamedTuple):
     """What an architecture does its own way."""
 
-    # (work, (v, o), (h0, ht), cu, sizes, dtype, stream); the sizes are
-    # (has_h0, has_ht, per_segment, per_cold_segment, length, steps, segments, has_maps, helpers)
-    launch_state: Any
-    has_zeros: bool  # it reads T and P as whole tiles
-    blocks: int  # of the smallest prepare kernel on a multiprocessor: as many as registers allow without spills
+    launch_recurrence: Any  # (Work, Tokens, Sizes, dtype, stream)
+    arch: Arch
 
 
 class Operands(NamedTuple):
@@ -66,55 +96,75 @@ class Operands(NamedTuple):
     k: Any
     v: Any  # [T, HV, 128]
     o: Any
-    gates: Any  # [T, HV], where there is one a head
-    g: Any  # [T, HV, 128]; k where there is one gate a head
-    beta: Any  # [T, HV], as float32
-    beta16: Any  # and as bfloat16
-    A_log: Any  # [HV]
-    dt_bias: Any  # [HV, 128]
+    gate: Any  # [T, HV, 128]; k where there is one gate a head
+    gates: GateInputs
     cu: Any  # [N + 1]
     h0: Any  # [N, HV, dv, dk]
     ht: Any
 
 
-def operands(addresses: Any, strides: Any, sizes: Any, kind: Kind) -> Operands:
+def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVariant) -> Operands:
+    """Tensors from addresses and strides, as `abi` aligns them."""
     q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu = addresses
     of_q, of_k, of_v, of_g, of_o, beta_token = strides
     T, N, H, HV = sizes
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, of_q), (k, of_k))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, of_v), (o, of_o))]
-    at_g = at_address(kind.g_type, g, kind.g_type.width // 8 if kind.is_scalar else 16)
+    align = kda_abi.of_gates(abi, variant.is_scalar, variant.g_type.width // 8).alignment
+    mQ, mK, mV, mO = [
+        of_tokens(at_address(BF16, at, align[name]), T, heads, 128, of)
+        for name, at, heads, of in (("q", q, H, of_q), ("k", k, H, of_k), ("v", v, HV, of_v), ("o", o, HV, of_o))
+    ]
+    at_g = at_address(variant.g_type, g, align["g"])
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
     of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
     states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+    gates = GateInputs(
+        mHeadGate=cute.make_tensor(at_g, cute.make_layout((T, HV), stride=of_g)),
+        mBeta=cute.make_tensor(at_address(F32, beta, 4), by_token),
+        mBeta16=cute.make_tensor(at_address(BF16, beta, align["beta"]), by_token),
+        mA=cute.make_tensor(at_address(F32, A_log, align["A_log"]), cute.make_layout(HV)),
+        mBias=cute.make_tensor(at_address(F32, dt_bias, align["dt_bias"]), of_bias),
+    )
     return Operands(
         q=mQ,
         k=mK,
         v=mV,
         o=mO,
-        gates=cute.make_tensor(at_g, cute.make_layout((T, HV), stride=of_g)),
-        g=mK if kind.is_scalar else of_tokens(at_g, T, HV, 128, of_g),
-        beta=cute.make_tensor(at_address(F32, beta, 4), by_token),
-        beta16=cute.make_tensor(at_address(BF16, beta, 2), by_token),
-        A_log=cute.make_tensor(at_address(F32, A_log, 4), cute.make_layout(HV)),
-        dt_bias=cute.make_tensor(
-            at_address(F32, dt_bias, 4), cute.make_layout((HV, 128), stride=(1, 0) if kind.is_scalar else (128, 1))
-        ),
-        cu=cute.make_tensor(at_address(I32, cu, 4), cute.make_layout(N + 1)),
-        h0=cute.make_tensor(at_address(F32, h0, 16), states),
-        ht=cute.make_tensor(at_address(F32, ht, 16), states),
+        gate=mK if variant.is_scalar else of_tokens(at_g, T, HV, 128, of_g),
+        gates=gates,
+        cu=cute.make_tensor(at_address(I32, cu, align["cu"]), cute.make_layout(N + 1)),
+        h0=cute.make_tensor(at_address(F32, h0, align["h0"]), states),
+        ht=cute.make_tensor(at_address(F32, ht, align["ht"]), states),
     )
 
 
-def prepare_mmas() -> tuple[Any, Any, Any]:
-    """Products of `kda_prepare`: of fp16, bf16 and tf32."""
-    of_16, shape = [warp.MmaF16BF16Op(t, F32, (16, 8, 16)) for t in (F16, BF16)], (16, 16, 16)
-    mma_f16, mma_bf16 = [cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=shape) for op in of_16]
-    return mma_f16, mma_bf16, cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1))
+def work_at(workspace: Any, chunks: Any, segments: Any, HV: Any, dtype: Any, has_whole_squares: bool) -> Work:
+    """The tensors of the workspace."""
+    records, transitions = chunks * HV, segments * HV
+    records64, transitions64 = Int64(records), Int64(transitions)
+    offsets = WORKSPACE.offsets(records=records64, segments=transitions64, transitions=transitions64)
+
+    def part(name: str, t: Any, layout: Any) -> Any:
+        return cute.make_tensor(at_address(t, workspace + offsets[name], kda_abi.SPLIT.alignment["workspace"]), layout)
+
+    columns = 64 if has_whole_squares else 32
+    square = cute.make_layout((records * (SQUARE_BYTES // 2) // columns, columns), stride=(columns, 1))
+    state = (STATE, 128, 1)
+    return Work(
+        tiles=part("tiles", dtype, cute.make_layout((records * 192, 128), stride=(128, 1))),
+        T=part("T", dtype, square),
+        P=part("P", dtype, square),
+        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
+        all_vecs=part("vec", F32, cute.make_layout((records, VEC), stride=(VEC, 1))),
+        done=part("done", I32, cute.make_layout(transitions)),
+        B=part("B", F32, cute.make_layout((transitions, 128, 128), stride=state)),
+        M=part("M", dtype, cute.make_layout((2 * transitions, 128, 128), stride=state)),
+        all_m=part("M", dtype, cute.make_layout((2 * transitions * 128, 128), stride=(128, 1))),
+    )
 
 
 @cute.jit
-def kda_host(
+def split_host(
     q: Int64,
     k: Int64,
     v: Int64,
@@ -149,126 +199,69 @@ def kda_host(
     has_h0: I32,
     has_ht: I32,
     length: I32,
-    steps: I32,
+    halvings: I32,
     chunks: I32,
     segments: I32,
     per_segment: I32,
-    per_cold_segment: I32,
-    has_maps: I32,
+    per_chained_segment: I32,
+    has_transitions: I32,
     helpers: I32,
     stream,
-    kind: cutlass.Constexpr,
+    variant: cutlass.Constexpr,
     target: cutlass.Constexpr,
 ):
-    """Addresses of q, k [T, H, 128], v, g, o [T, HV, 128], beta [T, HV], A_log [HV], dt_bias [HV, 128], states [N, HV, dv, dk],
-    offsets [N + 1] and the workspace, then strides. Numbers only: to hand over a tensor costs the caller microseconds.
-
-    T is that of all sequences, `length` that of each or 0 (then `cu` has them), `chunks` and `segments` are how many numbers
-    there are (`kda_cut`), `per_cold_segment` is for sequences that start cold (`kda_segments`), `beta_top` is 0 for a beta that
-    is activated already, `beta_bits` 32 or 16.
-    """
-    dtype = kind.dtype
-    mQ, mK, mV, mO, gates, mG, mBeta, mBeta16, mA, mBias, mCu, mH0, mHt = operands(
+    """The arguments of `kda_abi.SPLIT`; launches the intra-chunk kernel and then the recurrence."""
+    dtype, traits = variant.dtype, target.arch.kda
+    x = operands(
+        kda_abi.SPLIT,
         (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu),
         ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
         (T, N, H, HV),
-        kind,
+        variant,
     )
-
-    records = chunks * HV
-    maps = segments * HV
-    records64, maps64 = Int64(records), Int64(maps)
-    part = lambda t, at: at_address(t, workspace + at, 128)
-    tiles = cute.make_tensor(part(dtype, 0), cute.make_layout((records * 192, 128), stride=(128, 1)))
-    at = records64 * (3 * TILE * 2)
-    columns = 64 if cutlass.const_expr(target.has_zeros) else 32
-    square = cute.make_layout((records * SQUARE // columns, columns), stride=(columns, 1))
-    mT = cute.make_tensor(part(dtype, at), square)
-    at += records64 * (SQUARE * 2)
-    mP = cute.make_tensor(part(dtype, at), square)
-    at += records64 * (SQUARE * 2)
-    mVec = cute.make_tensor(part(F32, at), cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1)))
-    all_vecs = cute.make_tensor(part(F32, at), cute.make_layout((records, VEC), stride=(VEC, 1)))
-    at += records64 * (VEC * 4)
-    mDone = cute.make_tensor(part(I32, at), cute.make_layout(maps))
-    at += (maps64 * 4 + 127) // 128 * 128
-    mB = cute.make_tensor(part(F32, at), cute.make_layout((maps, 128, 128), stride=(STATE, 128, 1)))
-    at += maps64 * (STATE * 4)
-    mM = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps, 128, 128), stride=(STATE, 128, 1)))
-    all_m = cute.make_tensor(part(dtype, at), cute.make_layout((2 * maps * 128, 128), stride=(128, 1)))
-
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=mG.element_type)
-    (tma_q, gQ), (tma_k, gK) = [tma_load(by_head(t), lt, (64, 128)) for t in (mQ, mK)]
-    tma_g, gG = tma_load(by_head(mG), lg, (64, 128))
-    tma_out, gOut = tma_store(tiles, tile_layout(64, 128, dtype=dtype), (64, 128))
-    prepare_kernel(
-        tma_q,
-        gQ,
-        tma_k,
-        gK,
-        tma_g,
-        gG,
-        tma_out,
-        gOut,
-        gates,
-        mBeta,
-        mBeta16,
-        mA,
-        mBias,
-        mT,
-        mP,
-        mVec,
-        mDone,
-        mCu,
-        scale,
-        lower,
-        beta_top,
-        beta_bits,
+    work = work_at(workspace, chunks, segments, HV, dtype, traits.has_whole_squares)
+    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=x.gate.element_type)
+    tma = IntraTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=tma_load(by_head(x.k), lt, (64, 128)),
+        g=tma_load(by_head(x.gate), lg, (64, 128)),
+        tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=dtype), (64, 128)),
+    )
+    is_small = cutlass.const_expr(dtype is F16 and x.gate.element_type.width == 16)
+    intra_kernel(
+        tma,
+        x.gates,
+        IntraResults(work.T, work.P, work.vec, work.done),
+        x.cu,
+        IntraScalars(scale, lower, beta_top, beta_bits),
         length,
-        steps,
+        halvings,
         HV // H,
-        *prepare_mmas(),
+        intra_mmas(),
         lt,
         lg,
-        kind,
-        target.has_zeros,
+        variant,
+        traits.has_whole_squares,
     ).launch(
         grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
-        block=(256, 1, 1),
+        block=(THREADS, 1, 1),
         stream=stream,
-        min_blocks_per_mp=target.blocks if cutlass.const_expr(dtype is F16 and mG.element_type.width == 16) else 2,
+        min_blocks_per_mp=traits.intra_blocks if is_small else 2,
         preferred_smem_carveout=100,
         use_pdl=True,
     )
 
-    target.launch_state(
-        Work(tiles, mT, mP, mVec, mDone, all_vecs, mB, mM, all_m),
-        (mV, mO),
-        (mH0, mHt),
-        mCu,
-        (has_h0, has_ht, per_segment, per_cold_segment, length, steps, segments, has_maps, helpers),
+    target.launch_recurrence(
+        work,
+        Tokens(x.v, x.o, x.h0, x.ht, x.cu),
+        Sizes(has_h0, has_ht, per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers),
         dtype,
         stream,
     )
 
 
-def arguments(kind: Kind) -> tuple[Any, ...]:
-    """What `kda_host` is compiled for, but for the last."""
-    return (
-        *(Int64(0) for _ in range(12)),
-        *(Int64(8) for _ in range(11)),
-        *(I32(1) for _ in range(4)),
-        F32(1.0),
-        F32(-5.0),
-        F32(1.0),
-        *(I32(1) for _ in range(11)),
-        make_fake_stream(),
-        kind,
-    )
-
-
-def kinds() -> Iterator[Kind]:
-    """All that are compiled."""
-    for dtype, g_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (True, False)):
-        yield Kind(dtype, g_type, has_gate)
-        yield Kind(dtype, g_type, has_gate, is_scalar=True)
+def variants_for(arch: Arch, launch_recurrence: Any, uses: tuple[str, ...]) -> Iterator[Variant]:
+    """What is compiled for an architecture, whose code must hold these instructions."""
+    target = Target(launch_recurrence, arch)
+    for variant in split_variants():
+        yield Variant(variant.name, split_host, fake_arguments(kda_abi.SPLIT, split_host, variant, target), uses=uses)

@@ -7,7 +7,7 @@ TMA, ldmatrix and wgmma: as they lie where columns are the reduction (K-major), 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 BF16, F16, F32, I32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 TF32 = cutlass.TFloat32
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
-LOG2E = 1.4426950408889634
 
 
 # Tensors from numbers: to hand over a tensor itself costs the caller microseconds
@@ -69,17 +68,24 @@ def by_head(t: Any) -> Any:
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[0, 2, 1]))
 
 
-def tma_atom(op: Any, t: Any, layout: Any, tile: tuple[int, int]) -> Any:
-    """The copy atom and coordinates of tiles of the first two modes of t; a stage mode of the layout is dropped."""
+class Tma(NamedTuple):
+    """A tensor as TMA copies tiles of it."""
+
+    atom: Any
+    coordinates: Any  # what tiles are cut from, in the place of the tensor
+
+
+def tma_atom(op: Any, t: Any, layout: Any, tile: tuple[int, int]) -> Tma:
+    """Tiles of the first two modes of t; a stage mode of the layout is dropped."""
     one = cute.slice_(layout, (None, None, 0)) if cute.rank(layout) == 3 else layout
-    return cpasync.make_tiled_tma_atom(op, t, one, tile)
+    return Tma(*cpasync.make_tiled_tma_atom(op, t, one, tile))
 
 
-def tma_load(t: Any, layout: Any, tile: tuple[int, int]) -> Any:
+def tma_load(t: Any, layout: Any, tile: tuple[int, int]) -> Tma:
     return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, tile)
 
 
-def tma_store(t: Any, layout: Any, tile: tuple[int, int]) -> Any:
+def tma_store(t: Any, layout: Any, tile: tuple[int, int]) -> Tma:
     return tma_atom(cpasync.CopyBulkTensorTileS2GOp(), t, layout, tile)
 
 

@@ -2,8 +2,8 @@
 """Kernels that have never run on hardware, met by the hardware they are for.
 
 Before dispatch lets such a kernel take its first call on a machine, the kernel computes a few small calls there and is compared
-with the torch backend: packed and fixed-length, grouped heads, states, whole sequences and segments, warm and cold. If it is off,
-the backend declines with the figure, and the next one of the table serves.
+with the torch backend: packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained. If it
+is off, the backend declines with the figure, and the next one of the table serves.
 
 It runs in a process of its own, because a kernel that faults takes its process's GPU with it, and one that hangs must be stopped.
 That takes as long as importing torch; the calls themselves well under a second. The result is kept in the cache, by kernel,
@@ -32,28 +32,36 @@ from torch import Tensor
 from cula import settings
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
+from cula.ops.cute.archs import arch_of, target_of
+from cula.ops.cute.kda_abi import K, V
+from cula.ops.cute.kda_schedule import split_into
 from cula.ops.cute.toolchain import loader
 from cula.ops.cute.toolchain.build import locked
 from cula.ops.cute.toolchain.variants import modules_of, source_hash
 
-# Architectures whose kernels have run on hardware. To add one: `pytest -m gpu` there, and its figures in docs/.
-RECORDED = frozenset({"sm_90a"})
 # |o - o_torch| / |o_torch|, and of states. Rounding o to bfloat16 is 1.7e-3 of it, bfloat16 operands are up to 6e-3.
 LIMIT = 1e-2
 SECONDS = 120.0  # for the process: several times what a busy machine needs
 
 
-def objection(problem: KdaProblem) -> str | None:
-    """Why the kernel for this call should not be used on this machine, as a sentence; None if it may be."""
-    arch = kda.ARCH_OF[problem.sm]
-    if arch in RECORDED:
+def objection(problem: KdaProblem, may_run: bool = True) -> str | None:
+    """Why the kernel for this call should not be used on this machine, as a sentence; None if it may be.
+
+    Args:
+        may_run: False to go by what this machine has found before, and to start nothing.
+    """
+    if arch_of(problem.sm).has_run:
         return None
+    arch = target_of(problem.sm)
     gpu = _gpu_with(problem.sm)
     if gpu is None:
         return None  # the call is only described; nothing will run
     if not settings.self_check():
         _warn(arch, "and CULA_SELF_CHECK=0 leaves out comparing them with the torch backend here")
         return None
+    if not may_run:
+        found = known(kda.variant(problem), arch, torch.cuda.get_device_name(gpu))
+        return None if found is None else _judge(kda.variant(problem), found)
     reason = _objection(kda.variant(problem), arch, gpu)
     if reason is None:
         _warn(arch, f"but agree with the torch backend on this {torch.cuda.get_device_name(gpu)}")
@@ -73,7 +81,10 @@ def _warn(arch: str, rest: str) -> None:
 
 @functools.cache
 def _objection(name: str, arch: str, gpu: int) -> str | None:
-    found = recorded(name, arch, torch.cuda.get_device_name(gpu), gpu)
+    return _judge(name, recorded(name, arch, torch.cuda.get_device_name(gpu), gpu))
+
+
+def _judge(name: str, found: dict) -> str | None:
     if "failure" in found:
         return f"its first run on this GPU failed: {found['failure']}"
     if not found["error"] < LIMIT:  # NaN too
@@ -83,8 +94,7 @@ def _objection(name: str, arch: str, gpu: int) -> str | None:
 
 def recorded(name: str, arch: str, gpu_name: str, gpu: int) -> dict:
     """What the check found, {"error": figure} or {"failure": sentence}; runs it unless this machine has."""
-    slug = re.sub(r"\W+", "-", gpu_name)
-    path = settings.cache_dir() / "self-check" / f"{name}-{arch}-{source_hash(modules_of(arch))}-{slug}.json"
+    path = _path(name, arch, gpu_name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):  # other ranks wait for the first
@@ -96,6 +106,17 @@ def recorded(name: str, arch: str, gpu_name: str, gpu: int) -> dict:
             return found
     except OSError:  # no place to keep it: once a process, then
         return _measure(name, arch, gpu)
+
+
+def known(name: str, arch: str, gpu_name: str) -> dict | None:
+    """What the check found on this machine, if it has run."""
+    path = _path(name, arch, gpu_name)
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _path(name: str, arch: str, gpu_name: str) -> Path:
+    slug = re.sub(r"\W+", "-", gpu_name)
+    return settings.cache_dir() / "self-check" / f"{name}-{arch}-{source_hash(modules_of(arch))}-{slug}.json"
 
 
 def _measure(name: str, arch: str, gpu: int) -> dict:
@@ -147,7 +168,7 @@ class Call(NamedTuple):
     H: int
     HV: int
     per_segment: int  # chunks
-    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: segments start cold, the sixth and those after it
+    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: from the sixth on segments are chained
     has_state: bool
     beta: torch.dtype = torch.float32
 
@@ -162,7 +183,7 @@ CALLS = (
 
 def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) -> tuple[KdaProblem, KdaInputs]:
     random = torch.Generator().manual_seed(0)
-    D = kda.K
+    D = K
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random)
@@ -204,9 +225,9 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
     worst = 0.0
     for call in CALLS:
         p, x = make(call, Flags.of(name), device, sm)
-        ht = torch.full((p.N, p.HV, kda.V, kda.K), torch.nan, device=device)
+        ht = torch.full((p.N, p.HV, V, K), torch.nan, device=device)
         o = torch.full_like(x.v, torch.nan)
-        kda.run(p, x, kda.cut_into(p, call.per_segment, num_sms=0), ht, o)
+        kda.run(p, x, split_into(p, call.per_segment, num_sms=0), ht, o)
         want = kda_fwd(p, x)
         assert want.final_state is not None
         for got, right in ((o, want.o), (ht, want.final_state)):

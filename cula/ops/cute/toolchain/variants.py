@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel module exports, and the one table of kernel modules.
+"""What a kernel module exports, and the table of kernel modules, which `archs.py` and each `sm*/arch.py` fill.
 
 A kernel module imports cutlass at its top and has one function for the outside:
 
@@ -22,17 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The modules of each architecture. Everything that compiles, ships, simulates or tests kernels starts here.
-MODULES: dict[str, tuple[str, ...]] = {
-    "sm_90a": tuple(f"cula.ops.cute.sm90.{name}" for name in ("kda", "kda_fused", "lightning", "decode")),
-    "sm_100a": ("cula.ops.cute.sm100.kda",),
-    "sm_103a": ("cula.ops.cute.sm100.kda",),
-}
+from cula.ops.cute.archs import ARCHS
+
+# The kernel modules of each target. Everything that compiles, ships, simulates or tests kernels starts here.
+MODULES: dict[str, tuple[str, ...]] = {target: arch.kernel_modules for arch in ARCHS for target in arch.targets.values()}
 
 CUTE = Path(__file__).parent.parent
 COMMON = CUTE / "common"
 # What kernels of every architecture are made from besides: the arguments they take, and numbers shared with other backends.
-SHARED = (CUTE / "abi.py", CUTE.parents[1] / "core" / "constants.py")
+SHARED = (*sorted(CUTE.glob("*abi.py")), CUTE.parents[1] / "core" / "constants.py")
 
 
 @dataclass(frozen=True)

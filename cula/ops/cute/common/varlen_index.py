@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are cut into numbered spans, chunks of 64 tokens or segments of several chunks, without a table.
+"""Tokens are divided into numbered spans, chunks of 64 tokens or segments of several chunks. Which is which needs no table.
 
 Sequences of one length own `ceil(length / span)` numbers each. Of packed ones, sequence n owns the numbers from
-`cu[n] // span + n` on: whatever the lengths, these never collide, and no more than `T // span + N` are used. A block that
-finds a number unused has nothing to do.
+`cu[n] // span + n` on: whatever the lengths are, these never collide, and no more than `T // span + N` are used. A block that
+finds its number unused has nothing to do.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cula.ops.cute.common.tiles import I32
 
 
 @cute.jit
-def place(number: I32, span: I32, cu: cute.Tensor, length: I32, steps: I32):
-    """(sequence, its first number, its first token, its tokens). `length` of every sequence, or 0 where `cu` has them;
-    `steps` halvings find one of them."""
+def find_sequence(number: I32, span: I32, cu: cute.Tensor, length: I32, halvings: I32):
+    """(The sequence that owns a number, its first number, its first token, its tokens). `length` is that of every sequence, or 0
+    where `cu` has them, in which one is found by so many halvings."""
     seq, first, begin, tokens = I32(0), I32(0), I32(0), length
     if length > 0:
         spans = (length + span - 1) // span
@@ -25,7 +25,7 @@ def place(number: I32, span: I32, cu: cute.Tensor, length: I32, steps: I32):
         first, begin = seq * spans, seq * length
     else:
         past = cute.size(cu) - 1
-        for _ in cutlass.range(steps, unroll=1):
+        for _ in cutlass.range(halvings, unroll=1):
             middle = (seq + past) // 2
             is_ours = cu[middle] // span + middle <= number
             seq = middle if is_ours else seq

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, what meets a state in bfloat16, on tensor cores: mma.sync, two to eight tokens. `decode.py` has the formulas.
+"""Decode, several tokens of KDA on states in bfloat16: tensor cores. `decode_frame.py` has the formulas, `decode_state_bf16.py`
+how a warp holds its rows and how a float32 factor is split in two.
 
-Lane (g, c) = (lane / 4, lane % 4) holds two of its warp's 16 rows of S0, number g of each `side` (with four sides four of 32),
-and loads 16 bytes of them at a time: columns 32 j + 8 c .. + 7. Which column is which of a product's is free as long as both
-factors agree, so what was loaded are fragments as it is: of step s = 2j + half, columns 32 j + 8 c + 4 half .. + 3. With four
-sides a block has a whole state and prepares for it once; with two there are twice as many blocks.
-
-A float32 factor is a sum of two in bfloat16, the upper half of its bits and the rest (`split`): 16 bits of it, where outputs and
-states keep 8.
   1. (R; Q) = vectors S0^T, m16n8k16: up to four tokens have their 2T <= 8 vectors as rows 0..7 of A and the vectors' second parts
      as rows 8..15; eight tokens have R and Q, and a second product for the second parts. S0 is exact. Lane (g, c) gets vector g
      at numbers 2c and 2c + 1 of all sides, which are rows 4c .. 4c + 3 of the warp's (or 8c .. 8c + 7), next to each other.
@@ -36,56 +30,37 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import warp
 
-from cula.ops.cute.common.decode_flags import COMMIT
+from cula.ops.cute.common.decode_call import BLOCKS, WARPS, D
+from cula.ops.cute.common.decode_kda_intra import mixing, table_sizes
+from cula.ops.cute.common.decode_memory import packed, read_four, vector_at, widened
+from cula.ops.cute.common.decode_state_bf16 import LANES, LOADS, SAME_C, STEPS, StateBf16, multiply, split, state_at
 from cula.ops.cute.common.fragments import flat
-from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, packed, read_four, vector_at, widened
-from cula.ops.cute.sm90.decode_tokens import Raw, mixing
-
-LANES = 4  # of a row
-LOADS = D // (8 * LANES)  # of 16 bytes, of a row and lane
-STEPS = D // 16
-SAME_C = (LANES - 1) << 8 | 31  # a shuffle's segments: lanes of the same c
+from cula.ops.cute.common.tiles import BF16, F32, I32
+from cula.ops.cute.decode_abi import Flag
 
 
 @dataclass(frozen=True)
-class RowsMma:
+class KdaBf16(StateBf16):
     """What T tokens do to the rows of a warp."""
 
-    T: int
-    sides: int = 2  # of 8 rows, or 4
+    tall_blocks: int = BLOCKS  # on a multiprocessor at least, where there are four sides
 
-    dtype = BF16  # of the states
     is_kda = True
-    warps, early_blocks = WARPS, 0
+    warps = WARPS
 
     @property
     def blocks(self) -> int:
         """On a multiprocessor at least. A fifth is worth the few registers that it takes, where they are few."""
-        return BLOCKS + (self.sides == 2 and self.T <= 4)
-
-    @property
-    def warp_rows(self) -> int:
-        return 8 * self.sides
-
-    @property
-    def lane_rows(self) -> int:
-        """Once the vectors have met the state."""
-        return 2 * self.sides
+        return self.tall_blocks if self.sides == 4 else BLOCKS + (self.T <= 4)
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Numbers of `vectors`, `writes`, `mix` and `raw`."""
-        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS, Raw(self.T).size
+        return table_sizes(self.T)
 
     @property
     def groups(self) -> int:
         """Of up to four tokens."""
         return max(self.T // 4, 1)
-
-    def first_row(self, lane: Any) -> Any:
-        """Of those that a lane reads v and writes o of, among its warp's."""
-        return lane % LANES * self.lane_rows
 
     def token_of_v(self, lane: Any) -> Any:
         """T or more where a lane wants no v."""
@@ -97,21 +72,6 @@ class RowsMma:
         values = cute.make_rmem_tensor((self.sides,), I32)
         cute.autovec_copy(vector_at(I32, v, self.sides, 8), values)
         return values
-
-    @cute.jit
-    def write_zeros(self, to: Int64, o_token: I32, tokens: I32, lane: I32):
-        zeros = cute.make_rmem_tensor((self.lane_rows,), BF16)
-        zeros.fill(0.0)
-        token = lane // LANES
-        if token < tokens:
-            cute.autovec_copy(zeros, vector_at(BF16, to + Int64(token * o_token) * 2, self.lane_rows, 8))
-
-    @cute.jit
-    def load_state(self, state: Int64, lane: I32):
-        gS = state_at(state, lane, self.sides)
-        stored = cute.make_rmem_tensor(gS.shape, BF16)
-        cute.autovec_copy(gS, stored)
-        return stored
 
     @cute.jit
     def put_vectors(self, tables: cutlass.Constexpr, t: cutlass.Constexpr, channel: I32, key: F32, query: F32):
@@ -138,29 +98,10 @@ class RowsMma:
         words_at(tables[1], at * 4 + 2 * half + e, 1)[0] = packed(high[0], low[0])
 
     @cute.jit
-    def decode_rows(
-        self,
-        stored: cute.Tensor,
-        state: Int64,
-        ready: cutlass.Constexpr,
-        tables: cutlass.Constexpr,
-        tokens: I32,
-        flags: I32,
-        lane: I32,
-        to: Int64,
-        o_token: I32,
-    ):
-        """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
-        values, b, scale = ready
-        vectors, writes, mix, _ = tables
-        T, groups, sides, rows = self.T, self.groups, self.sides, self.lane_rows
-        g, c = lane // LANES, lane % LANES
-        role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q; with eight R, and Q as a second one
-        factors = [mixing(mix, role + 8 * p, F32(0.0) if p else b, scale, T, flags) for p in range(groups)]
-        words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
-
-        # R and Q. Up to four tokens on two sides have steps in two sums, so that half as many products wait for each other; eight
-        # have two parts.
+    def meet_state(self, words: cute.Tensor, vectors: cute.Tensor, factors: cutlass.Constexpr, role: I32, c: I32):
+        """R and Q of the lane's rows, with their factors. Up to four tokens on two sides have steps in two sums, so that half as
+        many products wait for each other; eight tokens have two parts."""
+        T, sides = self.T, self.sides
         parts = max(T // 4, 1)  # in products of their own
         chains = max(4 // (parts * sides), 1)
         k16 = cute.make_mma_atom(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)))
@@ -172,13 +113,35 @@ class RowsMma:
                 cute.autovec_copy(words_at(vectors, (((s * parts + part) * min(2 * T, 8) + role) * 4 + c) * 4, 4), a)
                 for side in cutlass.range_constexpr(sides):
                     multiply(k16, flat(acc, 4 * side + 4 * sides * (s % chains), 4), a, flat(words, 2 * s + 4 * LOADS * side, 2))
-        x = cute.make_rmem_tensor((rows, groups), F32)  # b (v - R) or Q; with eight tokens both
-        for r in cutlass.range_constexpr(rows):
+        x = cute.make_rmem_tensor((self.lane_rows, self.groups), F32)
+        for r in cutlass.range_constexpr(self.lane_rows):
             both = [sum_of([acc[r % 2, n, r // 2, chain] for chain in range(chains)]) for n in range(2)]
             if cutlass.const_expr(T <= 4):
                 x[r, 0] = (both[0] + both[1]) * factors[0][0]
             else:
                 x[r, 0], x[r, 1] = both[0] * factors[0][0], both[1] * factors[1][0]
+        return x
+
+    @cute.jit
+    def decode_rows(
+        self,
+        call: cutlass.Constexpr,
+        stored: cute.Tensor,
+        state: Int64,
+        ready: cutlass.Constexpr,
+        tables: cutlass.Constexpr,
+        lane: I32,
+        to: Int64,
+    ):
+        """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
+        values, b, scale = ready
+        vectors, writes, mix, _ = tables
+        T, groups, rows, flags = self.T, self.groups, self.lane_rows, call.flags
+        g, c = lane // LANES, lane % LANES
+        role = g % min(2 * T, 8)  # with up to four tokens 0..2T-1: R of the tokens, then Q; with eight R, and Q as a second one
+        factors = [mixing(mix, role + 8 * p, F32(0.0) if p else b, scale, T, flags) for p in range(groups)]
+        words = cute.recast_tensor(stored, I32)  # [two columns, j, side]
+        x = self.meet_state(words, vectors, factors, role, c)  # b (v - R) or Q; with eight tokens both
 
         # u and o
         of_v = widened(values, rows)
@@ -192,18 +155,18 @@ class RowsMma:
                 for r in cutlass.range_constexpr(rows):
                     x[r, p] += factors[p][2][i] * u[r]
         token = g if cutlass.const_expr(T == 8) else g - T
-        if token >= 0 and token < tokens:
+        if token >= 0 and token < call.tokens:
             out = cute.make_rmem_tensor((rows,), BF16)
             for r in cutlass.range_constexpr(rows):
                 out[r] = x[r, groups - 1].to(BF16)
-            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, rows, 8))
+            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * call.o.token) * 2, rows, 8))
 
-        if (flags & COMMIT) != 0:
-            self.write_state(words, x, writes, lane)
+        if (flags & Flag.COMMIT) != 0:
+            self.update_state(words, x, writes, lane)
             cute.autovec_copy(stored, state_at(state, lane, self.sides))
 
     @cute.jit
-    def write_state(self, words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, lane: I32):
+    def update_state(self, words: cute.Tensor, x: cute.Tensor, writes: cute.Tensor, lane: I32):
         """S0 becomes S_T, two sides at a time. Lane (i, c) has u of token i and its rows, four for two sides, in `x[:, 0]`."""
         T, groups, sides = self.T, self.groups, self.sides
         g, c = lane // LANES, lane % LANES
@@ -244,34 +207,9 @@ class RowsMma:
                             of_sides[one][0] = packed(S[0, one], S[1, one])
 
 
-def state_at(state: Any, lane: Any, sides: int) -> Any:
-    """A lane's part of the pool, [numbers in 16 bytes, 16 bytes of a row, sides]; `state` is where the rows of its warp begin.
-
-    Number g of a side is row 2 sides (g / 2) + g % 2 + 2 side: so numbers 2c and 2c + 1 of all sides are next to each other.
-    """
-    g, c = lane // LANES, lane % LANES
-    first = at_address(BF16, state + Int64((g // 2 * 2 * sides + g % 2) * 2 * D + c * 16), 16)
-    return cute.make_tensor(first, cute.make_layout((8, LOADS, sides), stride=(1, 8 * LANES, 2 * D)))
-
-
 def places(channel: Any) -> tuple:
     """Of a channel among the 32 of a load: which 8, which half of them, which two of that, which of the two."""
     return channel // 8 % 4, channel // 4 % 2, channel // 2 % 2, channel % 2
-
-
-# Parts
-
-
-@cute.jit
-def split(x: cute.Tensor):
-    """float32 numbers as sums of two: one that is its upper half, and the rest."""
-    high, low = cute.make_rmem_tensor_like(x), cute.make_rmem_tensor_like(x)
-    bits, of_high = cute.recast_tensor(x, I32), cute.recast_tensor(high, I32)
-    for e in cutlass.range_constexpr(cute.size(x)):
-        of_high[e] = bits[e] & I32(-65536)
-    for e in cutlass.range_constexpr(cute.size(x)):
-        low[e] = x[e] - high[e]
-    return high, low
 
 
 def words_at(table: Any, position: Any, count: int) -> Any:
@@ -280,20 +218,5 @@ def words_at(table: Any, position: Any, count: int) -> Any:
     return cute.make_tensor(pointer.align(4 * count), cute.make_layout(count))
 
 
-# Sums and products
-
-
 def sum_of(terms: list) -> Any:
     return terms[0] if len(terms) == 1 else terms[0] + sum_of(terms[1:])
-
-
-def multiply(atom: Any, acc: Any, a: Any, b: Any) -> None:
-    """acc [16, 8] += a b^T: four registers, and words of two numbers: four of a and two of b, or half as many."""
-    d = cute.make_tensor(acc.iterator, cute.make_layout(((2, 2), 1, 1)))
-    of_a = (2, 2, 2) if cute.size(a) == 4 else (2, 2)
-    of_b = (2, 2) if cute.size(b) == 2 else 2
-    as_a, as_b = (
-        cute.make_tensor(cute.recast_tensor(t, BF16).iterator, cute.make_layout((shape, 1, 1)))
-        for t, shape in ((a, of_a), (b, of_b))
-    )
-    cute.gemm(atom, d, as_a, as_b, d)

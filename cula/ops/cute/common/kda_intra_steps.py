@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of `kda_prepare.py`, in their order, and the shared memory they meet in."""
+"""The steps of `kda_intra.py`, in their order. They meet in shared memory, of which `kda_intra_smem.py` has the layout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
 
+from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fragments import (
-    activate,
     as_a,
     corner,
     flat,
@@ -24,14 +25,15 @@ from cula.ops.cute.common.fragments import (
     store_rows,
     widen,
 )
-from cula.ops.cute.common.inverse import below, blocks, inverse_columns
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, LOG2E, TF32, allocate_tile, swapped, tile_at, tile_layout
+from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, log2
+from cula.ops.cute.common.inverse import below, inverse_columns
+from cula.ops.cute.common.kda_intra_smem import SmemLayout
+from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32, swapped
+from cula.ops.cute.kda_abi import TILE_BYTES
 
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
-TILE, HALF = 64 * 128 * 2, 64 * 64 * 2  # bytes of a tile, and of half of its columns
-VEC = 256  # floats of a chunk and head: e^{G_C} [128], b [64], the bound
-BETA, BOUND = 128, 192  # where they begin
-LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
+HALF = TILE_BYTES // 2  # half of a tile's columns
 
 # The tensor cores drop the low 13 bits of a float32 operand. On average that takes 0.72 * 2^-11 off each of two operands; given
 # back here, what is left is the error of rounding, without an instruction for each.
@@ -39,141 +41,31 @@ UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
 FASTEST = -512.0  # log2 of a token's decay; what is faster is 0 in float32 all the same, and no infinity in fp16
 
 
-class Kind(NamedTuple):
-    """What is known when the kernel is compiled."""
+class IntraMmas(NamedTuple):
+    """Products of one warp, by the type of their operands."""
 
-    dtype: type  # of all 16-bit operands; float16 also means: normalise q and k
-    g_type: type
-    has_gate: bool  # g is raw: activate it; else it is the log decay
-    is_scalar: bool = False  # one gate a head, not one a channel
-
-    @property
-    def name(self) -> str:
-        short = {BF16: "bf16", F16: "f16", F32: "f32"}
-        words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
-        return "_".join([*words, "scalar"] if self.is_scalar else words)
+    f16: Any
+    bf16: Any
+    tf32: Any
 
 
-class Room(NamedTuple):
-    """Shared memory. Tables have a row of 128 channels for each block of 16 tokens."""
-
-    k: Any
-    q: Any
-    to_q: int  # bytes from k
-    kb_qg: Any  # in the places of k and q; where they stay, of g and q
-    kl_ql: Any  # k e^L, q e^L between the passes: fp16 rounds them before the last factors are multiplied in, and in place
-    g: Any
-    steps: Any  # log2 decays of tokens, as fp16, in the place of g
-    kr: Any  # in the place of g; where it stays, of k
-    sums: Any  # L_16
-    inverses: Any  # e^{-L_16}
-    after: Any  # e^{G_C - G after the block}
-    before: Any  # e^{G before the block}
-    between: Any  # [3, 128], decays of the blocks between two
-    halves: Any  # [4, 2, lane, block]: half of P's diagonal blocks, where the first pass alone has tables
-    out: Any  # P, then T, on their way out, in the place of all tables
-    keys: Any  # [8 values, lane, 16-channel step, block]: keys as B operands
-    below: Any  # A by blocks below the diagonal, in the place of `keys`
-    diagonal: Any  # A's blocks on it; then their inverses
-    T: Any  # in the place of `keys` too, where T and P stay
-    decays: Any  # [128], e^{G_C}, where they stay
-    bias: Any  # [128]
-    norms: Any  # [64, side], inverse
-    tops: Any  # [64, side], the largest decay
-    beta: Any  # [64]
-    bound: Any  # [4]
-    bars: Any
-
-
-class Arena:
-    """Hands out pieces of shared memory from a pointer on, which need not be known when the kernel is compiled."""
-
-    def __init__(self, start: Any) -> None:
-        self.start, self.used = start, 0
-
-    def allocate(self, size: int, alignment: int) -> Any:
-        at = -(-self.used // alignment) * alignment
-        self.used = at + size
-        return (self.start + at).align(alignment)
-
-    def allocate_tensor(self, dtype: Any, layout: Any, byte_alignment: int, swizzle: Any = None) -> Any:
-        start = self.allocate(cute.cosize(layout) * dtype.width // 8, byte_alignment)
-        return cute.make_tensor(cute.recast_ptr(start, swizzle, dtype), layout)
-
-    def allocate_array(self, dtype: Any, n: int) -> Any:
-        return cute.recast_ptr(self.allocate(n * dtype.width // 8, 8), dtype=dtype)
-
-
-def room(smem: Any, lt: Any, lg: Any, kind: Kind, stays: bool = False) -> Room:
-    """`stays`: all that the state is walked with, kb, qg, kr, P, e^{G_C}, b and T, comes first, in this order, without gaps."""
-    dtype, is_f16 = kind.dtype, kind.dtype is F16
-    wide = F16 if is_f16 else F32
-    pair, square = tile_layout(64, 128, 2), tile_layout(64, 64, dtype=dtype)
-    if stays:  # g where kb will be, which is the first that the walk is done with
-        kb_qg, kr = allocate_tile(smem, pair, dtype), allocate_tile(smem, lt, dtype)
-        kl_ql, k, q, to_q = kb_qg, tile_at(kr, lt, BF16), tile_at(kb_qg[None, None, 1], lt, BF16), -TILE
-        g = None if kind.is_scalar else tile_at(kb_qg, lg, kind.g_type)
-        steps = tile_at(kb_qg, lt, F16)
-    else:
-        kq = allocate_tile(smem, pair)
-        k, q, to_q, kb_qg = kq[None, None, 0], kq[None, None, 1], TILE, tile_at(kq, pair, dtype)
-        g = None if kind.is_scalar else allocate_tile(smem, lg, kind.g_type)
-        kr = tile_at(g, lt, dtype) if g is not None and kind.g_type.width == 16 else allocate_tile(smem, lt, dtype)
-        kl_ql, steps = kb_qg if is_f16 else allocate_tile(smem, pair, dtype), kr
-    tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
-
-    def table(at: int, t: Any, rows: int = 4) -> Any:
-        return cute.make_tensor(cute.recast_ptr(tables + at, dtype=t), cute.make_layout((rows, 128), stride=(128, 1)))
-
-    by_block = cute.make_layout((4, 128), stride=(128, 1))
-
-    def vector(*shape: int) -> Any:
-        return smem.allocate_tensor(F32, cute.make_layout(shape), byte_alignment=16)
-
-    decays, beta = (vector(128), vector(128)) if stays else (None, None)
-    of_keys = cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048))
-    keys = smem.allocate_tensor(dtype, of_keys, byte_alignment=1024 if stays else 16)
-    return Room(
-        k=k,
-        q=q,
-        to_q=to_q,
-        kb_qg=kb_qg,
-        kl_ql=kl_ql,
-        g=g,
-        steps=steps,
-        kr=kr,
-        sums=cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=F32), by_block) if stays else table(0, F32),
-        inverses=table(2048, F32),
-        after=table(4096, wide),
-        before=table(4096 + 4 * 128 * wide.width // 8, wide),
-        between=table(7168 if is_f16 else 8192, dtype, 3),
-        halves=cute.make_tensor(cute.recast_ptr(tables, dtype=F32), cute.make_layout((4, 2, 32, 4), stride=(1, 128, 4, 512))),
-        out=cute.make_tensor(cute.recast_ptr(tables, square.inner, dtype), square.outer),
-        keys=keys,
-        below=cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=F32), blocks(6)),
-        diagonal=smem.allocate_tensor(F32, blocks(4), byte_alignment=16),
-        T=cute.make_tensor(cute.recast_ptr(keys.iterator, square.inner, dtype), square.outer) if stays else None,
-        decays=decays,
-        bias=vector(128),
-        norms=vector(64, 2),
-        tops=vector(64, 2),
-        beta=beta or vector(64),
-        bound=vector(4),
-        bars=smem.allocate_array(cutlass.Int64, 2),
-    )
+def intra_mmas() -> IntraMmas:
+    of_16, shape = [warp.MmaF16BF16Op(t, F32, (16, 8, 16)) for t in (F16, BF16)], (16, 16, 16)
+    mma_f16, mma_bf16 = [cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=shape) for op in of_16]
+    return IntraMmas(mma_f16, mma_bf16, cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1)))
 
 
 class Chunk(NamedTuple):
     """A chunk as one warp sees it."""
 
-    room: Room
-    kind: Kind
-    mmas: Any  # fp16, bf16, tf32
+    smem: SmemLayout
+    variant: KdaVariant
+    mmas: IntraMmas
     side: Any  # KEYS or QUERIES
-    block_row: Any  # whose 16 rows
+    block_row: Any  # which 16 rows are the warp's
     lane: Any
-    r: Any
-    c: Any
+    r: Any  # lane / 4
+    c: Any  # lane % 4
     left: Any  # tokens
 
     def at(self, t: Any, channels: int = 64) -> Any:
@@ -218,24 +110,26 @@ def triangles(r: I32, c: I32):
 
 @cute.jit
 def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, until: cute.Tensor, after: cute.Tensor):
-    """Log2 decays of our half of the channels, read with tokens in pairs (the B operand of their sums) and left as fp16 where kr
-    will be; their sums over the block. The largest of a token bounds what any channel of a state keeps.
+    """Log2 decays and their sums over our block, of our half of the channels.
 
-    One gate a head (`raw`) needs no memory: returns L and L_16 - L of our rows.
+    Gates are read with tokens in pairs, which is the B operand of their sums, and left as fp16 where kr will be. The largest
+    decay of each token is kept too: it bounds what any channel of a state keeps.
+
+    One gate a head comes in registers (`raw`) and needs no memory. For it this returns L and L_16 - L of our rows.
     """
-    here, (_, g_type, has_gate, is_scalar), (mma_f16, _, _) = x.room, x.kind, x.mmas
+    smem, (_, g_type, has_gate, is_scalar), mma_f16 = x.smem, x.variant, x.mmas.f16
     unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
         token = 16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2)
         if cutlass.const_expr(has_gate):
-            unit[e] = cutlass.max(F32(-1e37), cute.arch.rcp_approx(lower * F32(LOG2E))) if token < x.left else F32(-1e37)
+            unit[e] = bounded_unit(lower) if token < x.left else F32(NO_DECAY)
         else:
-            unit[e] = F32(LOG2E) if token < x.left else F32(0.0)
+            unit[e] = F32(LOG2_E) if token < x.left else F32(0.0)
     top.fill(-1e30)
     L, rest = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
-        activate(raw, g16, slope, (here.bias[0],), unit, top, has_gate, FASTEST)
+        gates_of_channels(raw, g16, slope, (smem.bias[0],), unit, top, has_gate, FASTEST)
         L.fill(0.0)
         rest.fill(0.0)
         cute.gemm(mma_f16, L, until, g16, L)
@@ -243,15 +137,15 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
         if x.r == 7:  # row 15, of every channel
             for j in cutlass.range_constexpr(8):
                 at = 64 * x.side + 8 * j + 2 * x.c
-                here.sums[x.block_row, at], here.sums[x.block_row, at + 1] = L[2], L[2]
+                smem.sums[x.block_row, at], smem.sums[x.block_row, at + 1] = L[2], L[2]
     else:
         g_at, decay_at, bias_at, sum_at = (
-            x.at(here.g),
-            x.at(here.steps),
-            address(here.bias) + 256 * x.side + 4 * x.r,
-            x.pairs_of(here.sums),
+            x.at(smem.g),
+            x.at(smem.steps),
+            address(smem.bias) + 256 * x.side + 4 * x.r,
+            x.pairs_of(smem.sums),
         )
-        by_channel = cute.local_tile(swapped(cute.local_tile(here.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
+        by_channel = cute.local_tile(swapped(cute.local_tile(smem.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
         for n in cutlass.range(4, unroll=1):
             bias = [shared_at(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
             if cutlass.const_expr(g_type.width == 32):
@@ -259,7 +153,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
             else:
                 raw8 = load_matrix(g_at ^ 32 * n, g_type, True)
             decays = cute.make_rmem_tensor((8,), F16)
-            activate(raw8, decays, slope, bias, unit, top, has_gate)
+            gates_of_channels(raw8, decays, slope, bias, unit, top, has_gate)
             for j in cutlass.range_constexpr(2):
                 prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
                 prefix.fill(0.0)
@@ -273,15 +167,16 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
             top[e] = cute.arch.fmax(top[e], cute.arch.shuffle_sync_bfly(top[e], offset=off))
     if x.r == 0:
         for e in cutlass.range_constexpr(4):
-            here.tops[16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.side] = top[e]
+            smem.tops[16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.side] = top[e]
     return L, rest
 
 
 @cute.jit
 def norms(x: cutlass.Constexpr, scale: F32):
-    """(squares, inverse norms) of rows r and r + 8 of our k or q. Squares are the diagonal of x x^T."""
-    here, (_, mma_bf16, _) = x.room, x.mmas
-    own_at = lane_address(here.k, x.block_row, x.lane) + here.to_q * x.side
+    """(Squares, inverse norms) of rows r and r + 8 of our k or q. Squares are the diagonal of x x^T; the scale is in the norms
+    of q."""
+    smem, mma_bf16 = x.smem, x.mmas.bf16
+    own_at = lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side
     squares = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
     squares.fill(0.0)
     for half in cutlass.range(2, unroll=1):
@@ -297,43 +192,45 @@ def norms(x: cutlass.Constexpr, scale: F32):
         mine = squares[6 * i + 1] if x.r % 2 == 1 else squares[6 * i]
         size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
         inverse[i] = F32(1.0) if x.side == KEYS else scale
-        if cutlass.const_expr(x.kind.dtype is F16):
-            inverse[i] = inverse[i] * cute.math.rsqrt(size[i] + F32(1e-6), fastmath=True)
+        if cutlass.const_expr(x.variant.dtype is F16):
+            inverse[i] = inverse[i] * inverse_norm(size[i])
         if x.c == 0:
-            here.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
+            smem.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
     return size, inverse
 
 
 @cute.jit
 def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor):
-    """A thread a channel: what lies before, after and between blocks. And the bound of the chunk, log2:
-    |state transition| <= prod_t max_c e^{g_t,c} max(1, |1 - b |k|^2|)."""
-    here, dtype = x.room, x.kind.dtype
-    wide = here.after.element_type
+    """The decays before, after and between blocks, by a thread for each channel; and a bound on the chunk's transition, in log2:
+
+    |transition| <= prod_t max_c e^{g_t,c} max(1, |1 - b |k|^2|)
+    """
+    smem, dtype = x.smem, x.variant.dtype
+    wide = smem.after.element_type
     sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
     for i in cutlass.range_constexpr(4):
-        sums[i] = here.sums[i, channel]
+        sums[i] = smem.sums[i, channel]
     whole = sums[0] + sums[1] + sums[2] + sums[3]
     if x.side == KEYS:
         for i in cutlass.range_constexpr(4):
-            here.inverses[i, channel] = F32(UNBIASED) * cute.math.exp2(-sums[i], fastmath=True)
-        vec[channel] = cute.math.exp2(whole, fastmath=True)
+            smem.inverses[i, channel] = F32(UNBIASED) * exp2(-sums[i])
+        vec[channel] = exp2(whole)
         bound = F32(0.0)
         for i in cutlass.range_constexpr(2):
-            row, turn = 16 * x.block_row + x.r + 8 * i, F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
-            bound += cute.arch.fmax(here.tops[row, KEYS], here.tops[row, QUERIES])
-            bound += cute.math.log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(turn, -turn)), fastmath=True)
+            row, eigenvalue = 16 * x.block_row + x.r + 8 * i, F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
+            bound += cute.arch.fmax(smem.tops[row, KEYS], smem.tops[row, QUERIES])
+            bound += log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(eigenvalue, -eigenvalue)))
         for off in (4, 8, 16):
             bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
         if x.lane == 0:
-            here.bound[x.block_row] = bound
+            smem.bound[x.block_row] = bound
     else:
         for i in cutlass.range_constexpr(4):
-            here.before[i, channel] = cute.math.exp2(before, fastmath=True).to(wide)
+            smem.before[i, channel] = exp2(before).to(wide)
             before += sums[i]
-            here.after[i, channel] = cute.math.exp2(whole - before, fastmath=True).to(wide)
+            smem.after[i, channel] = exp2(whole - before).to(wide)
         for i, between in enumerate((sums[1], sums[2], sums[1] + sums[2])):  # of blocks (2, 0), (3, 1), (3, 0)
-            here.between[i, channel] = cute.math.exp2(between, fastmath=True).to(dtype)
+            smem.between[i, channel] = exp2(between).to(dtype)
 
 
 # Scores and tiles
@@ -343,29 +240,29 @@ def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor
 def first_pass(
     x: cutlass.Constexpr, until: cute.Tensor, after: cute.Tensor, L_scalar: cute.Tensor, rest_scalar: cute.Tensor, b: cute.Tensor
 ):
-    """Sixteen of our channels at a time: k e^L, q e^L and kr, keys for the rows below, and what these channels add to the
-    diagonal blocks of A and P, which it returns."""
-    here, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.room, x.kind, x.mmas
+    """k e^L, q e^L, kr, and keys for the rows below, to shared memory; returns the diagonal blocks of A and P as far as our
+    channels add to them. It goes through sixteen channels at a time."""
+    smem, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.smem, x.variant, x.mmas
     is_f16 = dtype is F16
-    wide = here.after.element_type
+    wide = smem.after.element_type
     diagonal_a, diagonal_p = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
     diagonal_a.fill(0.0)
     diagonal_p.fill(0.0)
-    k_at = x.at(here.k)  # others are where `from_k` says: one address for all
-    from_k = lambda t: address(t) - address(here.k)
-    back_at, post_at, pre_at = x.pairs_of(here.inverses), x.pairs_of(here.after), x.pairs_of(here.before)
-    key_at = address(here.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
+    k_at = x.at(smem.k)  # others are where `from_k` says: one address for all
+    from_k = lambda t: address(t) - address(smem.k)
+    back_at, post_at, pre_at = x.pairs_of(smem.inverses), x.pairs_of(smem.after), x.pairs_of(smem.before)
+    key_at = address(smem.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
     step = 16 * wide.width // 8
-    for n in cutlass.range(4, unroll=4 if cutlass.const_expr(here.T is None) else 1):  # in a loop over chunks registers are fewer
+    for n in cutlass.range(4, unroll=4 if cutlass.const_expr(smem.T is None) else 1):  # fused, registers are fewer
         decays = cute.make_rmem_tensor((8,), F16)
         if cutlass.const_expr(not is_scalar):
-            decays = load_matrix((k_at ^ 32 * n) + from_k(here.steps), F16, True)
-        raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, here.to_q)]
+            decays = load_matrix((k_at ^ 32 * n) + from_k(smem.steps), F16, True)
+        raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, smem.to_q)]
         back, post = read_factors(back_at + 64 * n, F32), read_factors(post_at + step * n, wide)
         inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]  # each time: registers are few
         for i in cutlass.range_constexpr(2):
             row = 16 * x.block_row + x.r + 8 * i
-            inv_k[i], inv_q[i] = here.norms[row, KEYS], here.norms[row, QUERIES]
+            inv_k[i], inv_q[i] = smem.norms[row, KEYS], smem.norms[row, QUERIES]
         since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
         if cutlass.const_expr(is_scalar):
             for e in cutlass.range_constexpr(8):  # all columns are alike
@@ -376,9 +273,9 @@ def first_pass(
                 of_j = corner(total, 4 * j)
                 cute.gemm(mma_f16, of_j, which, four_of(decays, j), of_j)
         for e in cutlass.range_constexpr(8):
-            since[e] = cute.math.exp2(since[e], fastmath=True)
+            since[e] = exp2(since[e])
         for e in cutlass.range_constexpr(8):
-            rest[e] = cute.math.exp2(rest[e], fastmath=True)
+            rest[e] = exp2(rest[e])
         # keys first: what queries need of them is `right` alone, and registers are few
         k, left_k, down, right = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         widen(raw_k, k)
@@ -393,8 +290,8 @@ def first_pass(
         kl8.store(left_k.load().to(dtype))
         key8.store(down.load().to(dtype))
         out.store(((key8 if cutlass.const_expr(is_f16) else down).load() * post8.load()).to(dtype))
-        store_matrix(kl8, (k_at ^ 32 * n) + from_k(here.kl_ql))
-        store_matrix(out, (k_at ^ 32 * n) + from_k(here.kr))
+        store_matrix(kl8, (k_at ^ 32 * n) + from_k(smem.kl_ql))
+        store_matrix(out, (k_at ^ 32 * n) + from_k(smem.kr))
         if x.block_row < 3:  # for the rows below: [n-block = ri][hi][ci]
             as_b = cute.make_rmem_tensor((8,), dtype)
             for e in cutlass.range_constexpr(8):
@@ -414,7 +311,7 @@ def first_pass(
         for e in cutlass.range_constexpr(8):
             left_q[e] = q[e] * since[e]
         ql8.store(left_q.load().to(dtype))
-        store_matrix(ql8, (k_at ^ 32 * n) + from_k(here.kl_ql) + TILE)
+        store_matrix(ql8, (k_at ^ 32 * n) + from_k(smem.kl_ql) + TILE_BYTES)
         add_block(mma_tf32, diagonal_p, q if cutlass.const_expr(is_scalar) else left_q, right)
         if cutlass.const_expr(not is_f16):  # kb and qg, from what has not been rounded
             pre, pre8, b8 = read_factors(pre_at + step * n, wide), *[cute.make_rmem_tensor((8,), wide) for _ in range(2)]
@@ -423,7 +320,7 @@ def first_pass(
             out.store((left_k.load() * pre8.load() * b8.load()).to(dtype))
             store_matrix(out, k_at ^ 32 * n)
             out.store((left_q.load() * pre8.load()).to(dtype))
-            store_matrix(out, (k_at ^ 32 * n) + TILE)
+            store_matrix(out, (k_at ^ 32 * n) + TILE_BYTES)
     # the other side has the other half: A's goes to the keys' now, P's to the queries' when tables are free (`join_halves`)
     if x.side == QUERIES:
         for nb in cutlass.range_constexpr(2):
@@ -434,7 +331,7 @@ def first_pass(
 
 def entries(x: Chunk, nb: int, ri: int) -> Any:
     """Two neighbours of our diagonal block of A in shared memory."""
-    return cute.local_tile(x.room.diagonal[None, None, x.block_row], (1, 2), (x.r + 8 * ri, 4 * nb + x.c))
+    return cute.local_tile(x.smem.diagonal[None, None, x.block_row], (1, 2), (x.r + 8 * ri, 4 * nb + x.c))
 
 
 @cute.jit
@@ -454,22 +351,23 @@ def add_block(mma: cute.TiledMma, acc: cute.Tensor, x: cute.Tensor, y: cute.Tens
 def entry_decay(L: cute.Tensor, c: I32, nb: cutlass.Constexpr, ri: cutlass.Constexpr, ci: cutlass.Constexpr):
     """e^{L_t - L_i} of an entry of a diagonal block, one gate a head: no decay is too fast for that."""
     L_col = cute.arch.shuffle_sync(L[2 * nb], 4 * (2 * c + ci))
-    return F32(UNBIASED) * cute.math.exp2(L[2 * ri] - L_col, fastmath=True)
+    return F32(UNBIASED) * exp2(L[2 * ri] - L_col)
 
 
 @cute.jit
 def join_halves(x: cutlass.Constexpr, diagonal_a: cute.Tensor, diagonal_p: cute.Tensor, b: cute.Tensor, L: cute.Tensor):
-    """On the side of the keys: A's diagonal blocks as they are to be inverted; half of P's to the other side."""
+    """The two sides' halves of diagonal blocks come together: the side of the keys adds up A's, as they are to be inverted, and
+    hands its half of P's over."""
     if x.side == KEYS:
         for j in cutlass.range_constexpr(2):
-            cute.autovec_copy(flat(diagonal_p, 4 * j, 4), x.room.halves[None, j, x.lane, x.block_row])
+            cute.autovec_copy(flat(diagonal_p, 4 * j, 4), x.smem.halves[None, j, x.lane, x.block_row])
         for nb in cutlass.range_constexpr(2):
             for ri in cutlass.range_constexpr(2):
                 two = cute.make_rmem_tensor((1, 2), F32)
                 cute.autovec_copy(entries(x, nb, ri), two)
                 for ci in cutlass.range_constexpr(2):
                     entry = two[ci] + diagonal_a[ci + 2 * ri + 4 * nb]
-                    if cutlass.const_expr(x.kind.is_scalar):
+                    if cutlass.const_expr(x.variant.is_scalar):
                         entry = entry * entry_decay(L, x.c, nb, ri, ci)
                     two[ci] = entry * b[ri] if 8 * nb + 2 * x.c + ci < x.r + 8 * ri else F32(0.0)
                 cute.autovec_copy(two, entries(x, nb, ri))
@@ -477,11 +375,11 @@ def join_halves(x: cutlass.Constexpr, diagonal_a: cute.Tensor, diagonal_p: cute.
 
 @cute.jit
 def second_pass(x: cutlass.Constexpr):
-    """Blocks d = 1, 2, 3 below the diagonal, [.., d - 1]: our rows of k e^L or q e^L against keys of other rows."""
-    here, dtype = x.room, x.kind.dtype
-    mma, wide = x.mmas[0 if cutlass.const_expr(dtype is F16) else 1], here.after.element_type
-    own_at, key_at = x.at(here.kl_ql, 128), address(here.keys) + 16 * x.lane
-    between_at = address(here.between) + 2 * x.c * (dtype.width // 8)
+    """Returns the blocks d = 1, 2, 3 below the diagonal of our rows, [.., d - 1]: k e^L or q e^L against keys of other rows."""
+    smem, dtype = x.smem, x.variant.dtype
+    mma, wide = x.mmas.f16 if cutlass.const_expr(dtype is F16) else x.mmas.bf16, smem.after.element_type
+    own_at, key_at = x.at(smem.kl_ql, 128), address(smem.keys) + 16 * x.lane
+    between_at = address(smem.between) + 2 * x.c * (dtype.width // 8)
     scores = cute.make_rmem_tensor(((2, 2), 1, 2, 3), F32)
     scores.fill(0.0)
     for d in cutlass.range_constexpr(1, 4):
@@ -505,9 +403,9 @@ def second_pass(x: cutlass.Constexpr):
 
 @cute.jit
 def scale_rows(x: cutlass.Constexpr, b: cutlass.Constexpr):
-    """k e^L to kb, q e^L to qg, in their places. Without b (None) it is to be T that has it."""
-    here = x.room
-    own_at, pre_at = x.at(here.kl_ql, 128), address(here.before) + 256 * x.block_row + 4 * x.c
+    """k e^L becomes kb and q e^L becomes qg, in place. Where b is None, T gets it instead of kb."""
+    smem = x.smem
+    own_at, pre_at = x.at(smem.kl_ql, 128), address(smem.before) + 256 * x.block_row + 4 * x.c
     row8 = cute.make_rmem_tensor((8,), F16)
     for e in cutlass.range_constexpr(8 if cutlass.const_expr(b is not None) else 0):
         row8[e] = (b[e // 2 % 2] if x.side == KEYS else F32(1.0)).to(F16)
@@ -530,19 +428,19 @@ def scale_rows(x: cutlass.Constexpr, b: cutlass.Constexpr):
 @cute.jit
 def place_p(x: cutlass.Constexpr, scores: cute.Tensor, diagonal: cute.Tensor, L: cute.Tensor):
     """Our rows of P to shared memory (`out`)."""
-    here, dtype = x.room, x.kind.dtype
+    smem, dtype = x.smem, x.variant.dtype
     lower = cute.make_rmem_tensor((24,), dtype)
     lower.store(flat(scores, 0, 24).load().to(dtype))
     for j in cutlass.range_constexpr(2):
         half = cute.make_rmem_tensor((4,), F32)
-        cute.autovec_copy(here.halves[None, j, x.lane, x.block_row], half)
+        cute.autovec_copy(smem.halves[None, j, x.lane, x.block_row], half)
         for e in cutlass.range_constexpr(4):
             entry, row, col = diagonal[4 * j + e] + half[e], x.r + 8 * (e // 2), 8 * j + 2 * x.c + e % 2
-            if cutlass.const_expr(x.kind.is_scalar):
+            if cutlass.const_expr(x.variant.is_scalar):
                 entry = entry * entry_decay(L, x.c, j, e // 2, e % 2)
             diagonal[4 * j + e] = entry if col <= row else F32(0.0)
     cute.arch.sync_warp()
-    out_at = lane_address(here.out, x.block_row, x.lane)
+    out_at = lane_address(smem.out, x.block_row, x.lane)
     block, nothing = cute.make_rmem_tensor((8,), dtype), cute.make_rmem_tensor((8,), dtype)
     nothing.fill(0.0)
     block.store(diagonal.load().to(dtype))
@@ -557,10 +455,10 @@ def place_p(x: cutlass.Constexpr, scores: cute.Tensor, diagonal: cute.Tensor, L:
 @cute.jit
 def place_a(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor):
     """Our rows of A, the blocks below the diagonal, to where they are to be read from."""
-    here = x.room
+    smem = x.smem
     for d in cutlass.range_constexpr(1, 4):
         if x.block_row >= d:
-            block_a = below(here.below, x.block_row, x.block_row - d)
+            block_a = below(smem.below, x.block_row, x.block_row - d)
             for nb in cutlass.range_constexpr(2):
                 for ri in cutlass.range_constexpr(2):
                     two, e = cute.make_rmem_tensor((1, 2), F32), 2 * ri + 4 * nb + 8 * (d - 1)
@@ -571,14 +469,14 @@ def place_a(x: cutlass.Constexpr, scores: cute.Tensor, b: cute.Tensor):
 
 @cute.jit
 def invert(x: cutlass.Constexpr, cols: cute.Tensor, b: cutlass.Constexpr = None):
-    """cols <- our rows of T^T, or of (T b)^T, block column J = block_row of T, once all rows of A are in their place."""
-    inverse_columns(x.mmas[2], x.room.below, x.room.diagonal, x.block_row, x.lane, cols, b)
+    """cols <- our rows of T^T, or of (T b)^T: block column J = block_row of T. All rows of A must be in place."""
+    inverse_columns(x.mmas.tf32, x.smem.below, x.smem.diagonal, x.block_row, x.lane, cols, b)
 
 
 @cute.jit
 def place_t(x: cutlass.Constexpr, cols: cute.Tensor, to: cute.Tensor):
-    """They go to a tile in shared memory."""
-    out_at, nothing = lane_address(to, x.block_row, x.lane), cute.make_rmem_tensor((8,), x.kind.dtype)
+    """Our rows of T^T to a tile in shared memory."""
+    out_at, nothing = lane_address(to, x.block_row, x.lane), cute.make_rmem_tensor((8,), x.variant.dtype)
     nothing.fill(0.0)
     for d in cutlass.range_constexpr(4):
         if x.block_row + d < 4:
@@ -591,6 +489,6 @@ def place_t(x: cutlass.Constexpr, cols: cute.Tensor, to: cute.Tensor):
 def send_square(x: cutlass.Constexpr, m: cute.Tensor, record: I32, absent: cutlass.Constexpr):
     """Our rows of what lies in `out` to global memory: all, or by quarters without an `absent` one."""
     if cutlass.const_expr(absent is None):
-        store_rows(x.room.out, m, x.block_row, x.lane, record)
+        store_rows(x.smem.out, m, x.block_row, x.lane, record)
     else:
-        store_quarters(x.room.out, m, x.block_row, x.lane, record, absent)
+        store_quarters(x.smem.out, m, x.block_row, x.lane, record, absent)

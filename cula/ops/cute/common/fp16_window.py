@@ -27,8 +27,8 @@ def is_outside(top: F32, factor: F32):
 def move_inside(top: F32, factor: F32):
     """The power of two to multiply such a row by: 2^-floor(log2 top), as far as `MOST` lets it; 1 for 0, infinity and NaN."""
     exponent = bits_of(top) >> 23
-    room = I32(254 + 24) - (bits_of(factor) >> 23)  # the exponent of 2^24 / factor
-    power = cutlass.min(cutlass.max(I32(254) - exponent, I32(1)), room)
+    most = I32(254 + 24) - (bits_of(factor) >> 23)  # the exponent of 2^24 / factor
+    power = cutlass.min(cutlass.max(I32(254) - exponent, I32(1)), most)
     power = power if top > F32(0.0) and exponent < 255 else I32(127)
     return from_bits(power << 23)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, what meets a state in float32: multiply-adds. `decode.py` has the formulas.
+"""Decode, several tokens of KDA on states in float32: multiply-adds. `decode_frame.py` has the formulas.
 
-8 or 16 lanes share a row, and a lane holds pieces of 4 columns of four rows next to each other. With 16 lanes a warp has 8 rows
-instead of 16: half as much to do and twice as many warps that prepare, which is for little work.
   1. 2T sums of products over a lane's columns, and over the lanes by halves: a lane sends half of its sums and keeps the other.
      First by vectors, 8 of them at most: which one a lane accumulates as its j-th depends on the lane (j ^ lane), so that all
      lanes send the same registers. Then, of 16 lanes, by rows, for the same end numbered anew in the second 8 (`row_of`).
@@ -10,8 +8,7 @@ instead of 16: half as much to do and twice as many warps that prepare, which is
      added with its factor.
   3. S_T.
 
-`vectors` [2T, 128] has k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}. 8 lanes next to each
-other ask for 128 bytes next to each other: a line of the state's, or every bank of shared memory once.
+`vectors` [2T, 128] has k e^G of the tokens, then q e^G; `writes` [T + 1, 128] k e^{G_T - G}, then e^{G_T}.
 """
 
 from __future__ import annotations
@@ -23,40 +20,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.decode_flags import COMMIT
-from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-from cula.ops.cute.sm90.decode_common import BLOCKS, WARPS, D, read_four, vector_at, widened
-from cula.ops.cute.sm90.decode_tokens import Raw, mixing
-
-ROWS = 4  # of a lane
-LINE = 8  # lanes that have a line of a row together
-SAME_LINE = (32 - LINE) << 8 | 31  # a shuffle's segments
+from cula.ops.cute.common.decode_call import D
+from cula.ops.cute.common.decode_kda_intra import mixing, table_sizes
+from cula.ops.cute.common.decode_memory import read_four, vector_at, widened
+from cula.ops.cute.common.decode_state_f32 import LINE, ROWS, SAME_LINE, StateF32
+from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.decode_abi import Flag
 
 
 @dataclass(frozen=True)
-class RowsFma:
+class KdaF32(StateF32):
     """What T tokens do to the rows of a warp."""
 
-    T: int
-    lanes: int  # of a row
-
-    dtype = F32  # of the states
     is_kda = True
-    warps, blocks, early_blocks = WARPS, BLOCKS, 0
+    uses = ()
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Numbers of `vectors`, `writes`, `mix` and `raw`."""
-        return 2 * self.T * D, (self.T + 1) * D, 2 * self.T * self.T * WARPS, Raw(self.T).size
-
-    @property
-    def warp_rows(self) -> int:
-        return ROWS * 32 // self.lanes
-
-    @property
-    def pieces(self) -> int:
-        """Of 4 columns, of a row and lane."""
-        return D // (4 * self.lanes)
+        return table_sizes(self.T)
 
     @property
     def roles(self) -> int:
@@ -69,7 +50,6 @@ class RowsFma:
         return ROWS * LINE // self.lanes
 
     def row_of(self, r: int, lane: Any) -> Any:
-        """The row that is a lane's r-th, among its warp's."""
         return lane // self.lanes * ROWS + (r ^ (lane % self.lanes // LINE * self.kept))
 
     def first_row(self, lane: Any) -> Any:
@@ -90,37 +70,6 @@ class RowsFma:
         values = cute.make_rmem_tensor((self.kept // 2,), I32)
         cute.autovec_copy(vector_at(I32, v, self.kept // 2, 2 * self.kept), values)
         return values
-
-    def write_zeros(self, to: Any, o_token: Any, tokens: Any, lane: Any) -> None:
-        zeros = cute.make_rmem_tensor((self.kept,), F32)
-        zeros.fill(0.0)
-        self.write_output(zeros, to, o_token, tokens, lane)
-
-    @cute.jit
-    def write_output(self, x: cute.Tensor, to: Int64, o_token: I32, tokens: I32, lane: I32):
-        """o of the lane's rows, if it has role Q. `to` is the address of the rows of token 0."""
-        token = self.token_of_output(lane)
-        if token >= 0 and token < tokens:
-            out = cute.make_rmem_tensor((self.kept,), BF16)
-            for r in cutlass.range_constexpr(self.kept):
-                out[r] = x[r].to(BF16)
-            cute.autovec_copy(out, vector_at(BF16, to + Int64(token * o_token) * 2, self.kept, 2 * self.kept))
-
-    def row_at(self, state: Any, r: int, lane: Any) -> Any:
-        """Row r of a lane in the pool, [4 columns, pieces]; `state` is where the rows of its warp begin."""
-        at = state + Int64((self.row_of(r, lane) * D + lane % self.lanes * 4) * 4)
-        return cute.make_tensor(at_address(F32, at, 16), cute.make_layout((4, self.pieces), stride=(1, 4 * self.lanes)))
-
-    def row_in(self, stored: Any, r: int) -> Any:
-        """The same in registers."""
-        return cute.make_tensor(stored.iterator + r * 4 * self.pieces, cute.make_layout((4, self.pieces)))
-
-    @cute.jit
-    def load_state(self, state: Int64, lane: I32):
-        stored = cute.make_rmem_tensor((4 * self.pieces, ROWS), F32)
-        for r in cutlass.range_constexpr(ROWS):
-            cute.autovec_copy(self.row_at(state, r, lane), self.row_in(stored, r))
-        return stored
 
     def put_vectors(self, tables: Any, t: int, channel: Any, key: Any, query: Any) -> None:
         """k e^G and q e^G of token t, to the tables."""
@@ -148,20 +97,18 @@ class RowsFma:
     @cute.jit
     def decode_rows(
         self,
+        call: cutlass.Constexpr,
         stored: cute.Tensor,
         state: Int64,
         ready: cutlass.Constexpr,
         tables: cutlass.Constexpr,
-        tokens: I32,
-        flags: I32,
         lane: I32,
         to: Int64,
-        o_token: I32,
     ):
         """`stored` is the lane's part of the state, `to` the address of its rows of token 0 in o."""
         values, b, scale = ready
         vectors, writes, mix, _ = tables
-        T, kept, roles, parts = self.T, self.kept, self.roles, 2 * self.T // self.roles
+        T, kept, roles, parts, flags = self.T, self.kept, self.roles, 2 * self.T // self.roles, call.flags
         role, at = lane % roles, lane % self.lanes * 4
         factors = [mixing(mix, role, b, scale, T, flags)]  # while the state is on its way; a second role's have no registers yet
 
@@ -193,22 +140,26 @@ class RowsFma:
                 for part in cutlass.range_constexpr(parts):
                     x[r, part] += factors[part][2][i] * u[r, i]
         of_queries = cute.make_tensor(x.iterator + (parts - 1) * kept, cute.make_layout(kept))
-        self.write_output(of_queries, to, o_token, tokens, lane)
+        self.write_output(of_queries, to, call.o.token, call.tokens, lane)
 
-        # The state after the last token
-        if (flags & COMMIT) != 0:
+        if (flags & Flag.COMMIT) != 0:
+            self.update_state(stored, u, writes, lane)
+            self.store_state(stored, state, lane)
+
+    @cute.jit
+    def update_state(self, stored: cute.Tensor, u: cute.Tensor, writes: cute.Tensor, lane: I32):
+        """S0 becomes S_T."""
+        T, kept, at = self.T, self.kept, lane % self.lanes * 4
+        for i in cutlass.range_constexpr(T):
+            for r in cutlass.range_constexpr(kept, ROWS):
+                u[r, i] = cute.arch.shuffle_sync_bfly(u[r - kept, i], offset=LINE)
+        for c in cutlass.range_constexpr(self.pieces):
+            decay = read_four(writes, T * D + at + c * 4 * self.lanes)
+            for r in cutlass.range_constexpr(ROWS):
+                for e in cutlass.range_constexpr(4):
+                    stored[4 * c + e, r] *= decay[e]
             for i in cutlass.range_constexpr(T):
-                for r in cutlass.range_constexpr(kept, ROWS):
-                    u[r, i] = cute.arch.shuffle_sync_bfly(u[r - kept, i], offset=LINE)
-            for c in cutlass.range_constexpr(self.pieces):
-                decay = read_four(writes, T * D + at + c * 4 * self.lanes)
+                four = read_four(writes, i * D + at + c * 4 * self.lanes)
                 for r in cutlass.range_constexpr(ROWS):
                     for e in cutlass.range_constexpr(4):
-                        stored[4 * c + e, r] *= decay[e]
-                for i in cutlass.range_constexpr(T):
-                    four = read_four(writes, i * D + at + c * 4 * self.lanes)
-                    for r in cutlass.range_constexpr(ROWS):
-                        for e in cutlass.range_constexpr(4):
-                            stored[4 * c + e, r] += u[r, i] * four[e]
-            for r in cutlass.range_constexpr(ROWS):
-                cute.autovec_copy(self.row_in(stored, r), self.row_at(state, r, lane))
+                        stored[4 * c + e, r] += u[r, i] * four[e]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fp16 can hold, on Hopper: rows of a state in the accumulators of a warpgroup (`common/kda_range.py` has the idea).
+"""What fp16 can hold, on Hopper: rows of a state in the accumulators of a warpgroup (`common/fp16_window.py` has the idea).
 
 A thread has two rows of S^T, [2, columns], and `factor` [2], the powers of two that they are scaled by.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
+from cula.ops.cute.common.fp16_window import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.fragments import widen
-from cula.ops.cute.common.kda_range import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, rows_and_columns
 
 SAFELY_LOW, SAFELY_HIGH = 2.0**-13, 2.0**13  # of sums of squares: a row between them is not far outside the window, if at all
@@ -86,7 +86,7 @@ def is_safely_inside(half: cute.Tensor, entering: cutlass.Constexpr, factor: cut
 
 @cute.jit
 def scale_into_range(S: cute.Tensor, entering: cutlass.Constexpr, factor: cute.Tensor):
-    """Scale rows of S that, or whose part of what enters, have left what fp16 holds well (`common/kda_range.py`)."""
+    """Scale rows of S that, or whose part of what enters, have left what fp16 holds well (`common/fp16_window.py`)."""
     top, move = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
     top.fill(0.0)
     if cutlass.const_expr(entering is not None):

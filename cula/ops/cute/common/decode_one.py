@@ -26,11 +26,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.decode_flags import BETA_IS_F32, COMMIT, G_IS_F32, USE_NORM
-from cula.ops.cute.common.fragments import flat
-from cula.ops.cute.common.tiles import BF16, F32, I32, LOG2E, at_address
-from cula.ops.cute.sm90.decode_common import (
-    D,
+from cula.core.constants import LOG2_E
+from cula.ops.cute.common.decode_call import Call, D, Place
+from cula.ops.cute.common.decode_gate import decays, gate_parameters, norm_factor, write_strength
+from cula.ops.cute.common.decode_memory import (
     load_halves,
     load_words,
     number_at,
@@ -41,7 +40,11 @@ from cula.ops.cute.sm90.decode_common import (
     vector_at,
     widened,
 )
-from cula.ops.cute.sm90.decode_tokens import decays, gate_parameters, strength, sum_of_each
+from cula.ops.cute.common.decode_sums import sum_of_each
+from cula.ops.cute.common.fragments import flat
+from cula.ops.cute.common.gate import exp2
+from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
+from cula.ops.cute.decode_abi import Flag
 
 LANES = 16  # of a row
 CHANNELS = D // LANES  # of a lane
@@ -62,7 +65,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowsOne:
+class OneToken:
     """What one token does to the rows of a warp."""
 
     is_kda: bool
@@ -72,8 +75,9 @@ class RowsOne:
     warps = 1
     warp_rows = 2 * LOADS
     blocks = 20
-    early_blocks = 1650  # of 2640 that are there at once; 330 fewer or more gain less (`docs/decode.md`)
+    prefetching_blocks = 1650  # of 2640 that are there at once; 330 fewer or more gain less (`docs/decode.md`)
     tables = ()
+    uses = ()
 
     def number_of_sum(self, lane: Any) -> Any:
         """Which of its 8 rows a lane has the sums of, as `sum_of_each` leaves them; of KDA's, lane ^ 1 has the other kind."""
@@ -107,15 +111,13 @@ class RowsOne:
     @cute.jit
     def decode_rows(
         self,
+        call: cutlass.Constexpr,
         stored: cute.Tensor,
         state: Int64,
         ready: cutlass.Constexpr,
         tables: cutlass.Constexpr,
-        tokens: I32,
-        flags: I32,
         lane: I32,
         to: Int64,
-        o_token: I32,
     ):
         """`stored` is the lane's part of the state, `to` the address of its row of o."""
         k, q, kq, v, decay, b = ready
@@ -140,7 +142,7 @@ class RowsOne:
         if self.writes_output(lane):
             vector_at(BF16, to, 1)[0] = (query + u * kq).to(BF16)
 
-        if (flags & COMMIT) != 0:
+        if (call.flags & Flag.COMMIT) != 0:
             for i in cutlass.range_constexpr(LOADS):
                 of_row = cute.arch.shuffle_sync(u, self.lane_of_sum(i), mask_and_clamp=SAME_ROW)
                 words = flat(stored, 4 * i, 4)
@@ -155,56 +157,47 @@ class RowsOne:
 # The token
 
 
-def places(rows: Any, addresses: Any, row_strides: Any, strides: Any, tokens: Any, flags: Any, place: tuple) -> Token:
+def addresses(rows: Any, call: Call, place: Place) -> Token:
+    """Made before the kernel in front has ended."""
     n, hv, h, warp_row, _, lane = place
-    q, k, v, _, _, g, beta, A, dt_bias, _ = addresses
-    q_row, k_row, v_row, _, g_row, beta_row, _, _ = row_strides
-    (_, q_head), (_, k_head), (_, v_head), _, (_, g_head), (_, beta_head), A_head, bias = strides
+    q, k, v, g, beta, bias = call.q, call.k, call.v, call.g, call.beta, call.bias
     channel = lane % LANES * CHANNELS
     at = [
-        k + (Int64(n) * k_row + h * k_head + channel) * 2,
-        q + (Int64(n) * q_row + h * q_head + channel) * 2,
-        v + (Int64(n) * v_row + hv * v_head + warp_row + rows.first_row(lane)) * 2,
-        A + Int64(hv * A_head) * 4,
+        k.at + (k.offset(n, h) + channel) * 2,
+        q.at + (q.offset(n, h) + channel) * 2,
+        v.at + (v.offset(n, hv) + warp_row + rows.first_row(lane)) * 2,
+        call.A.at + Int64(hv * call.A.head) * 4,
     ]
     if rows.is_kda:
         own = channel + lane // LANES * 4
         at += [
-            g + (Int64(n) * g_row + hv * g_head + own) * size_of(flags, G_IS_F32),
-            dt_bias + Int64(hv * bias[0] + own * bias[1]) * 4,
-            beta + (Int64(n) * beta_row + hv * beta_head) * size_of(flags, BETA_IS_F32),
+            g.at + (g.offset(n, hv) + own) * size_of(call.flags, Flag.G_IS_F32),
+            bias.at + Int64(hv * bias.head + own * bias.channel) * 4,
+            beta.at + beta.offset(n, hv) * size_of(call.flags, Flag.BETA_IS_F32),
         ]
     return Token(*at)
 
 
-def before_the_slot(*_: Any) -> None:
+def load_before_slot(*_: Any) -> None:
     """Nothing: what is loaded before the state would be waited for with it."""
 
 
-def behind_the_state(rows: Any, at: Token, found: None, strides: Any, tokens: Any, flags: Any, lane: Any) -> Token:
+def load_behind_state(rows: Any, call: Call, at: Token, found: None, place: Place) -> Token:
     token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0), number_at(F32, at.A, 0)]
     if rows.is_kda:
-        upper = (size_of(flags, G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
+        upper = (size_of(call.flags, Flag.G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
         token.append((load_words(at.g, 2), load_words(at.g + upper, 2)))
         token.append(load_words(at.bias, 4))
-        token += load_halves(at.b, [I32(0)], (flags & BETA_IS_F32) != 0)
+        token += load_halves(at.b, [I32(0)], (call.flags & Flag.BETA_IS_F32) != 0)
     return Token(*token)
 
 
 @cute.jit
-def prepare(
-    rows: cutlass.Constexpr,
-    addresses: cutlass.Constexpr,
-    raw: cutlass.Constexpr,
-    factors: cutlass.Constexpr,
-    tokens: I32,
-    flags: I32,
-    wid: I32,
-    lane: I32,
-    tables: cutlass.Constexpr,
+def intra(
+    rows: cutlass.Constexpr, call: cutlass.Constexpr, raw: cutlass.Constexpr, place: cutlass.Constexpr, tables: cutlass.Constexpr
 ):
     """k and q with norms and scale, k . q, v, and the decays of a lane's channels; of KDA b."""
-    scale, lower, beta_top = factors
+    scale, flags = call.scale, call.flags
     k, q = widened(raw.k, CHANNELS), widened(raw.q, CHANNELS)
     sums = cute.make_rmem_tensor((3,), F32)
     sums.fill(0.0)
@@ -216,39 +209,36 @@ def prepare(
         for n in cutlass.range_constexpr(3):
             sums[n] += cute.arch.shuffle_sync_bfly(sums[n], offset=offset)
         offset //= 2
-    norms = [
-        select((flags & USE_NORM) != 0, cute.math.rsqrt(square + F32(1e-6), fastmath=True), F32(1.0))
-        for square in (sums[1], sums[2])
-    ]
+    norms = [norm_factor(square, flags) for square in (sums[1], sums[2])]
     for c in cutlass.range_constexpr(CHANNELS):
         k[c] *= norms[0]
         q[c] *= norms[1] * scale
-    decay = of_channels(rows, addresses, raw, lower, flags, lane)
+    decay = decays_of_channels(rows, call, raw, place.lane)
     b = F32(1.0)
     if cutlass.const_expr(rows.is_kda):
-        b = strength(number_of(raw.b, (flags & BETA_IS_F32) != 0), beta_top)
+        b = write_strength(number_of(raw.b, (flags & Flag.BETA_IS_F32) != 0), call.beta_top)
     return k, q, sums[0] * (norms[0] * norms[1] * scale), number_of((raw.v, raw.v), False), decay, b
 
 
 @cute.jit
-def of_channels(rows: cutlass.Constexpr, addresses: cutlass.Constexpr, raw: cutlass.Constexpr, lower: F32, flags: I32, lane: I32):
-    """The decays of a lane's channels."""
+def decays_of_channels(rows: cutlass.Constexpr, call: cutlass.Constexpr, raw: cutlass.Constexpr, lane: I32):
+    """Of a lane's channels: of four it makes them, and gets those of the others from lane ^ 16."""
     decay = cute.make_rmem_tensor((CHANNELS,), F32)
     if cutlass.const_expr(rows.is_kda):
         low, high = raw.g
         numbers, bias = cute.make_rmem_tensor((4,), F32), cute.recast_tensor(raw.bias, F32)
         bits, halves = cute.recast_tensor(numbers, I32), cute.recast_tensor(widened(low, 4), I32)
         for c in cutlass.range_constexpr(4):
-            bits[c] = select((flags & G_IS_F32) != 0, (low, high)[c // 2][c % 2], halves[c])
-            A, bias_c = gate_parameters(addresses, (raw.A, bias[c]))
+            bits[c] = select((call.flags & Flag.G_IS_F32) != 0, (low, high)[c // 2][c % 2], halves[c])
+            A, bias_c = gate_parameters(call, raw.A, bias[c])
             numbers[c] += bias_c
-        own = decays(numbers, A, lower, flags)
+        own = decays(numbers, A, call.lower_bound, call.flags)
         is_upper = lane >= LANES
         for c in cutlass.range_constexpr(4):
             other = cute.arch.shuffle_sync_bfly(own[c], offset=LANES)
             decay[c], decay[c + 4] = select(is_upper, other, own[c]), select(is_upper, own[c], other)
     else:
-        decay.fill(cute.math.exp2(raw.A * F32(-LOG2E), fastmath=True))
+        decay.fill(exp2(raw.A * F32(-LOG2_E)))
     return decay
 
 

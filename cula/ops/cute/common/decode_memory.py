@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the decode kernel share: sizes, and numbers on their way from memory to registers."""
+"""Decode: numbers on their way between global memory, shared memory and registers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from cutlass import Int64
 
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32, at_address
-
-D = 128  # K and V
-WARPS = D // 32  # of a block that has several tokens: while it prepares, a lane has a channel
-BLOCKS = 4  # of those on a multiprocessor at least, and so 128 registers: 8 rows of 32 heads, 512 blocks, are there at once
 
 
 def vector_at(dtype: Any, address: Any, size: int, align: int = 0) -> Any:
@@ -39,8 +35,11 @@ def load_words(address: Int64, size: cutlass.Constexpr, count: cutlass.Constexpr
 
 
 def fence(never: Any) -> None:
-    """The compiler moves arithmetic past waits and barriers as it likes, and with it the waits for what it needs; but not past a
-    place where a thread may end, as far as it knows. `never` is never true, and is made of what must be there before."""
+    """Keep arithmetic on its side of a wait or barrier.
+
+    The compiler moves arithmetic past both as it likes, and with it the waits for what the arithmetic needs. It moves none past a
+    place where a thread may end, as far as it knows. `never` is never true, and is computed from what must be there before.
+    """
     cute.arch.inline_ptx("exit;", predicate=never)
 
 
@@ -69,11 +68,12 @@ def select(condition: Any, x: Any, y: Any) -> Any:
 
 
 def always_there(t: int, T: int) -> bool:
-    """Whether every call of the kernel for T tokens has token t: those of T / 2 tokens or fewer have a kernel of their own."""
+    """Whether every call of the kernel for T tokens has token t: calls of T / 2 tokens or fewer have a kernel of their own."""
     return t <= T // 2
 
 
-# What is loaded stays as it is until all loads are on their way: to widen a number is to wait for it.
+# Numbers of two possible dtypes. What is loaded stays as it is until all loads are on their way: to widen a number is to wait for
+# it.
 
 
 def size_of(flags: Any, is_f32: int) -> Any:

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA, the intra-chunk kernel: everything in a chunk of 64 tokens that does not depend on the state. It is made of TMA and
+mma.sync, so every architecture from Hopper on compiles it.
+
+For one chunk and value head, with log2 decays summed from the chunk's start (G_t; G_C over all of it), unit keys and queries k, q
+(the scale inside q), and write strengths b:
+
+    kb = b k e^G              qg = q e^G              kr = k e^{G_C - G}                 [64, 128] each
+    A[t, i] = b_t k_t . (e^{G_t - G_i} k_i), i < t    T = (I + A)^{-1}                   [64, 64], T stored transposed
+    P[t, i] =     q_t . (e^{G_t - G_i} k_i), i <= t                                      [64, 64]
+    e^{G_C}, b, and a bound on how much of a state outlives the chunk                    `VEC` floats
+
+after which the recurrence (`kda_recurrence.py`) has only products to do:
+
+    U = T (b v - kb S)        o = qg S + P U          S <- e^{G_C} S + kr^T U
+
+Eight warps, on two sides. Warps I and 4 + I own rows 16 I .. 16 I + 15. Where the work is by channels, each side takes half of
+them; else one side takes the keys (norms, kb, A, T), the other the queries (norms, qg, P). An array [16, n] of a warp lives in
+registers as fragments of mma.sync: thread (r, c) = (lane / 4, lane % 4) holds rows r, r + 8 and channels 8 j + 2 c, + 1. In that
+layout
+  * a cumulative sum over rows is a product with a triangle of ones (g rounded to fp16, sums in float32),
+  * row norms are the diagonal of x x^T,
+  * the same registers are an A operand (rows of the warp) and a B operand (columns), so that diagonal blocks of the scores need
+    no shared memory, and the others only a copy of another warp's registers.
+
+| step (`kda_intra_steps.py`)                                    | by                                       | waits for |
+|----------------------------------------------------------------|------------------------------------------|-----------|
+| `sum_gates`: decays, their sums over blocks                    | half of the channels                     | g         |
+| `norms`, `write_strengths`                                     | k or q                                   | k, q      |
+| `factors`: decays from block to block                          | a thread a channel                       | all warps |
+| `first_pass`: k e^L, q e^L, kr, diagonal blocks of A and P     | half of the channels                     | all warps |
+| `join_halves`, inverses of A's diagonal blocks                 | warps without a block below the diagonal | all warps |
+| `second_pass`: blocks below the diagonal; `scale_rows`: kb, qg | A and kb, or P and qg                    |           |
+| `place_p`, `invert` and `place_t`; `send_square`               | P, or T                                  | all warps |
+
+Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
+diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
+of float32. A gate that may decay faster does not come here, unless there is one a head: then e^{L_t - L_i} is one number for an
+entry, and multiplies it.
+
+Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
+eigenvalues); bf16 otherwise.
+
+| shared memory                               | bytes |
+|---------------------------------------------|-------|
+| q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
+| keys for other warps; then A below the diagonal | 12 K |
+| A on the diagonal; then T there             | 5 K   |
+| sums and factors a block and channel; then P, then T | 8 K |
+| bias, norms, largest decays, beta           | 2 K   |
+| k e^L, q e^L (bf16 only; fp16 has them in the places of k, q) | 32 K |
+
+Three blocks on an SM hide each other's waits; shared memory is what allows no more.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import NamedBarrier
+
+from cula.ops.cute.common.gate import bounded_slope, sigmoid
+from cula.ops.cute.common.inverse import inverse_pair
+from cula.ops.cute.common.kda_intra_smem import Full, smem_layout
+from cula.ops.cute.common.kda_intra_steps import (
+    KEYS,
+    Chunk,
+    IntraMmas,
+    factors,
+    first_pass,
+    invert,
+    join_halves,
+    norms,
+    place_a,
+    place_p,
+    place_t,
+    scale_rows,
+    second_pass,
+    send_square,
+    sum_gates,
+    triangles,
+)
+from cula.ops.cute.common.tiles import F16, F32, I32, Tma, tma_split
+from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.kda_abi import BETA, BOUND, LOWER_LEFT, TILE_BYTES, UPPER_RIGHT
+
+THREADS = 256
+STORE_WARP = 4  # issues the TMA stores
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers. A number may serve twice, one use after the other."""
+
+    DIAGONAL = 1  # A's diagonal blocks are whole: the warps of the keys, and the first of the queries
+    A_IN_PLACE = 1  # all rows of A are: the warps of the keys
+    P_LEFT = 2  # P has left the memory that T takes: all warps
+
+
+class IntraTma(NamedTuple):
+    """What TMA copies."""
+
+    q: Tma
+    k: Tma
+    g: Tma  # one gate a channel; of one gate a head nothing is copied
+    tiles: Tma  # kb, qg, kr, three tiles a record
+
+
+class GateInputs(NamedTuple):
+    """What threads read of gates and write strengths."""
+
+    mHeadGate: Any  # [T, HV], where there is one gate a head
+    mBeta: Any  # [T, HV], as float32
+    mBeta16: Any  # and as bfloat16
+    mA: Any  # [HV]
+    mBias: Any  # [HV, 128]
+
+
+class IntraScalars(NamedTuple):
+    """Numbers of a call."""
+
+    scale: Any
+    lower: Any
+    beta_top: Any
+    beta_bits: Any
+
+
+class IntraResults(NamedTuple):
+    """What threads write."""
+
+    mT: Any  # [64 records, 64], transposed; or by quarters, [128 records, 32]
+    mP: Any  # the same
+    mVec: Any  # [chunks, HV, VEC]
+    mDone: Any  # [segments of all heads]: how many of a segment's B and M there are
+
+
+@cute.kernel
+def intra_kernel(
+    tma: IntraTma,
+    gates: GateInputs,
+    results: IntraResults,
+    mCu: cute.Tensor,
+    scalars: IntraScalars,
+    length: I32,
+    halvings: I32,
+    group: I32,
+    mmas: IntraMmas,
+    lt: cute.ComposedLayout,
+    lg: cute.ComposedLayout,
+    variant: cutlass.Constexpr,
+    has_whole_squares: cutlass.Constexpr,
+):
+    """A block for each (value head, number of a chunk). T and P are written as whole squares, or by quarters, without the one
+    that is zero."""
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
+    cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
+    hv, chunk, seq = cute.arch.block_idx()
+    _, spans, _ = cute.arch.grid_dim()
+    number, begin, tokens = seq * spans + chunk, seq * length, length
+    if length == 0:  # packed: the grid has one row of numbers for all sequences
+        _, first, begin, tokens = find_sequence(number, 64, mCu, length, halvings)
+        chunk = number - first
+    segment = number * results.mVec.shape[1] + hv
+    if segment < cute.size(results.mDone) and cute.arch.thread_idx()[0] == 0:
+        results.mDone[segment] = I32(0)  # for the recurrence, which counts
+    start = chunk * 64
+    if start < tokens:
+        h = hv if group == 1 else hv // group
+        place = Place(hv, h, number, begin + start, tokens - start)
+        intra_chunk(tma, gates, results, scalars, mmas, (lt, lg), variant, has_whole_squares, place)
+
+
+class Place(NamedTuple):
+    """Where a chunk is."""
+
+    hv: Any  # value head
+    h: Any  # head of q and k
+    number: Any  # of the chunk
+    t0: Any  # first token
+    left: Any  # tokens from there to the sequence's end; more than 64 are later chunks'
+
+
+def load_tiles(loads: Any, t0: Any, full: Any) -> None:
+    """[64, 128] from token t0 on, of each (tensor, tile in shared memory, head, which of the mbarriers)."""
+    for tma, s, head, which in loads:
+        at = cute.local_tile(cute.domain_offset((t0, 0), tma.coordinates[None, None, head]), (64, 128), (0, 0))
+        s_part, g_part = tma_split(tma.atom, s, at)
+        cute.copy(tma.atom, g_part, s_part, tma_bar_ptr=full + which)
+
+
+@cute.jit
+def read_ahead(x: cutlass.Constexpr, gates: cutlass.Constexpr, beta_bits: I32, thread: I32, hv: I32, t0: I32):
+    """(Beta of our two rows, gates of our rows if there is one a head, the slope of gates). Their bias goes to shared memory."""
+    bias = x.smem.bias
+    raw_b, raw_g = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor(((2, 2), 1), x.variant.g_type)
+    for i in cutlass.range_constexpr(2):
+        t = t0 + cutlass.min(16 * x.block_row + x.r + 8 * i, x.left - 1)
+        if beta_bits == 32:
+            raw_b[i] = gates.mBeta[t, hv]
+        else:
+            raw_b[i] = gates.mBeta16[t, hv].to(F32)
+    if cutlass.const_expr(x.variant.is_scalar):
+        for e in cutlass.range_constexpr(4):
+            t = t0 + cutlass.min(16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.left - 1)
+            raw_g[e] = gates.mHeadGate[t, hv]
+    slope = F32(0.0)
+    if cutlass.const_expr(x.variant.has_gate):
+        slope = bounded_slope(gates.mA[hv])
+        if thread < 128:
+            bias[thread] = slope * gates.mBias[hv, thread]
+    return raw_b, raw_g, slope
+
+
+@cute.jit
+def clear_past_end(loads: cutlass.Constexpr, thread: I32, left: I32):
+    """Zeros for rows past the end of a sequence, which belong to the next one."""
+    row = thread >> 2
+    if row >= left:
+        for _, s, _, _ in loads:
+            zero = cute.make_rmem_tensor((1, 8), s.element_type)
+            zero.fill(0.0)
+            for p in cutlass.range_constexpr(4):
+                cute.autovec_copy(zero, cute.local_tile(s, (1, 8), (row, (thread & 3) * 4 + p)))
+
+
+@cute.jit
+def write_strengths(x: cutlass.Constexpr, raw: cute.Tensor, beta_top: F32):
+    """b of our two rows, which goes to shared memory too."""
+    beta, b = x.smem.beta, cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
+        t = 16 * x.block_row + x.r + 8 * i
+        b[i] = raw[i]
+        if beta_top > F32(0.0):  # beta is raw
+            b[i] = beta_top * sigmoid(raw[i])
+        b[i] = b[i] if t < x.left else F32(0.0)
+        if x.c == 0 and x.side == KEYS:
+            beta[t] = b[i]
+    return b
+
+
+@cute.jit
+def intra_chunk(
+    tma: cutlass.Constexpr,
+    gates: cutlass.Constexpr,
+    results: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
+    layouts: cutlass.Constexpr,
+    variant: cutlass.Constexpr,
+    has_whole_squares: cutlass.Constexpr,
+    place: cutlass.Constexpr,
+):
+    """One chunk by the eight warps of a block."""
+    hv, h, number, t0, left = place
+    mVec = results.mVec
+    has_channels = not variant.is_scalar
+    record = cute.arch.make_warp_uniform(number * mVec.shape[1] + hv)
+    tid, _, _ = cute.arch.thread_idx()
+    wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    side, block_row = wid >> 2, wid & 3
+    lane = cute.arch.lane_idx()
+    r, c = lane >> 2, lane & 3
+    smem = smem_layout(SmemAllocator(), *layouts, variant)
+    x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
+
+    # -- g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once
+    loads = [(tma.k, smem.k, h, Full.KQ), (tma.q, smem.q, h, Full.KQ)]
+    if cutlass.const_expr(has_channels):
+        loads = [(tma.g, smem.g, hv, Full.G), *loads]
+    if wid == 0:
+        with cute.arch.elect_one():
+            for which in Full:
+                cute.arch.mbarrier_init(smem.full + which, 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if wid == 0:
+        with cute.arch.elect_one():
+            if cutlass.const_expr(has_channels):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, cute.size_in_bytes(variant.g_type, layouts[1]))
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
+        load_tiles(loads[:1] if cutlass.const_expr(has_channels) else loads, t0, smem.full)
+    raw_b, raw_g, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
+    until, after = triangles(r, c)
+    if cutlass.const_expr(has_channels):
+        cute.arch.mbarrier_wait(smem.full + Full.G, 0)
+        if wid == 0:
+            load_tiles(loads[1:], t0, smem.full)
+    if left < 64:
+        cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
+        clear_past_end(loads, tid, left)
+    cute.arch.sync_threads()  # the bias is there, too
+
+    # -- decays, norms, write strengths
+    L, rest = sum_gates(x, raw_g, slope, scalars.lower, until, after)
+    cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
+    size, inverse = norms(x, scalars.scale)
+    b = write_strengths(x, raw_b, scalars.beta_top)
+    if c == 0 and side == KEYS:
+        for i in cutlass.range_constexpr(2):
+            mVec[number, hv, BETA + 16 * block_row + r + 8 * i] = b[i]
+    cute.arch.sync_threads()
+    factors(x, tid % 128, mVec[number, hv, None], b, size, inverse)
+    cute.arch.sync_threads()
+    if tid == 0:
+        mVec[number, hv, BOUND] = smem.bound[0] + smem.bound[1] + smem.bound[2] + smem.bound[3]
+
+    # -- scores and tiles
+    diagonal_a, diagonal_p = first_pass(x, until, after, L, rest, b)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()
+    if wid == STORE_WARP:
+        store_tile(tma.tiles, smem.kr, record, 2)
+        cute.arch.cp_async_bulk_commit_group()
+    for i in cutlass.range_constexpr(2):
+        b[i] = smem.beta[16 * block_row + r + 8 * i]  # not kept in registers through the first pass
+    join_halves(x, diagonal_a, diagonal_p, b, L)
+    joined = NamedBarrier(barrier_id=Barrier.DIAGONAL, num_threads=160)
+    if block_row == 0:
+        joined.arrive_and_wait()
+        inverse_pair(smem.diagonal, side, 3 - side, lane)
+    elif side == KEYS:
+        joined.arrive()
+    scores = second_pass(x)
+    if cutlass.const_expr(variant.dtype is F16):
+        scale_rows(x, b)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
+
+    # -- P, then T
+    p_has_left = NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256)
+    if side == KEYS:
+        place_a(x, scores, b)
+        NamedBarrier(barrier_id=Barrier.A_IN_PLACE, num_threads=128).arrive_and_wait()
+        cols = cute.make_rmem_tensor((32,), variant.dtype)
+        invert(x, cols)
+        p_has_left.arrive_and_wait()
+        place_t(x, cols, smem.out)
+        send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
+    else:
+        if wid == STORE_WARP:
+            for i in cutlass.range_constexpr(2):
+                store_tile(tma.tiles, smem.kb_qg[None, None, i], record, i)
+            cute.arch.cp_async_bulk_commit_group()
+        place_p(x, scores, diagonal_p, L)
+        send_square(x, results.mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
+        p_has_left.arrive()
+        if wid == STORE_WARP:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def store_tile(tiles: Tma, s: Any, record: Any, i: int) -> None:
+    """Tile i of a record, of kb, qg and kr, to global memory."""
+    to = cute.local_tile(tiles.coordinates, (64, 128), (3 * record + i, 0))
+    cute.copy(tiles.atom, *tma_split(tiles.atom, s, to))

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a KDA call is spread over a GPU: by the fused kernel or the split ones, and in how many segments.
+
+Free of cutlass, and of tensors: all of it follows from sizes, and a schedule for any GPU can be made on any machine.
+
+**Fused** (Hopper): clusters of two SMs take (sequence, head) pairs in waves, each from its first chunk to its last. It moves the
+fewest bytes and needs no workspace, but heads must fill the clusters.
+
+**Split**: the intra-chunk kernel has a block for each chunk and head, and leaves its results in a workspace; the recurrence has a
+block for each segment and head. Sequences are split into segments where (sequence, head) pairs alone do not fill the GPU.
+`common/kda_segments.py` says how a segment gets its first state: it warms up, or chains the transitions of the segments before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from cula.core.constants import CHUNK
+from cula.kda.problem import KdaProblem
+from cula.ops.cute.archs import arch_of
+from cula.ops.cute.kda_abi import WORKSPACE
+from cula.ops.cute.tensors import sms_of
+
+FULL = 0.85  # of the clusters in all waves together: from here on the fused kernel is faster
+NEARLY_FULL, FEW_TOKENS = 0.7, 32 * CHUNK  # from here on, and up to so many tokens, it is as fast, and faster with slow gates
+MANY_WAVES = 8  # in which lengths that nobody knows average out
+BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
+
+
+class Schedule(NamedTuple):
+    """How many numbers chunks and segments take (`common/varlen_index.py`), and who takes them."""
+
+    chunks: int
+    segments: int
+    per_segment: int  # chunks of a segment
+    per_chained_segment: int  # the same in a sequence of which any segment is chained, as blocks find out: as many or more
+    has_transitions: bool  # some sequence may have several segments
+    helpers: int = 0  # blocks a head that make transitions only
+    clusters: int = 0  # of the fused kernel, for which nothing else counts; 0: the split kernels
+
+    @property
+    def is_fused(self) -> bool:
+        return self.clusters > 0
+
+    def workspace_bytes(self, HV: int) -> int:
+        """What the split kernels hand on to each other."""
+        segments = HV * self.segments
+        counts = {"records": HV * self.chunks, "segments": segments, "transitions": segments if self.has_transitions else 0}
+        return WORKSPACE.offsets(**counts)["end"]
+
+
+def schedule(problem: KdaProblem, num_sms: int) -> Schedule:
+    """The schedule of a call on a GPU with so many SMs.
+
+    Split each sequence so that every SM gets one segment. A segment has a minimum length, because it re-runs up to four chunks to
+    rebuild its initial state, and looks at the decay of all the others. If gates decay too slowly for that, segments chain
+    transitions instead; Hopper then uses fewer, longer ones (`chained_segment`).
+    """
+    p = problem
+    if why_split(p, num_sms) is None:
+        return fused(clusters_for(p, num_sms))
+    mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
+    sms_each = num_sms // (p.N * p.HV)  # for a head of a sequence
+    shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
+    wanted = max(1, min(sms_each, -(-mean // shortest)))
+    if wanted == 1 and p.is_packed:
+        return split_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
+    made = split_into(p, -(-mean // wanted), num_sms)
+    return made._replace(per_chained_segment=chained_segment(p, made, mean))
+
+
+def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
+    """Chunks of a segment in chained sequences, of `mean` chunks.
+
+    A chained segment first computes its B, and then waits for a chain of transitions that is one step longer for each segment
+    before it. So about half of a sequence's blocks have a segment, and the others compute the M's: no block computes both (the
+    last segment has no B to compute). There are no more segments than the steps are worth, each of which takes a third of a
+    chunk's time. Where a segment's chunks are many beside the steps saved, the chunks are what takes time, and nothing changes.
+    """
+    segments = -(-mean // made.per_segment)
+    if not arch_of(problem.sm).kda.has_chained_schedule or made.per_segment > 2 * segments:
+        return made.per_segment
+    walkers = min((segments + made.helpers) // 2 + 1, round(math.sqrt(3 * mean)))
+    return max(made.per_segment, -(-mean // walkers))
+
+
+def split_into(problem: KdaProblem, per_segment: int, num_sms: int, per_chained_segment: int | None = None) -> Schedule:
+    """Segments of so many chunks. A single sequence may have helpers, on SMs that have no segment."""
+    p = problem
+    if p.is_packed:
+        chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
+    else:
+        chunks_of_one = -(-p.T // CHUNK)
+        chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
+    helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
+    return Schedule(chunks, segments, per_segment, per_chained_segment or per_segment, segments > p.N, helpers)
+
+
+def fused(clusters: int) -> Schedule:
+    """The fused kernel, on so many clusters."""
+    return Schedule(chunks=0, segments=0, per_segment=0, per_chained_segment=0, has_transitions=False, clusters=clusters)
+
+
+def why_split(problem: KdaProblem, num_sms: int) -> str | None:
+    """Why a call does not go to the fused kernel, as a sentence; None if it does."""
+    p = problem
+    arch = arch_of(p.sm)
+    if not arch.kda.has_fused:
+        return f"{arch.title} has no fused kernel"
+    if not p.options.use_qk_l2norm_in_kernel:
+        return "the fused kernel takes keys that it normalises"
+    if not p.has_scalar_gate and p.g_dtype is not torch.bfloat16:
+        return "the fused kernel takes gates in bfloat16, or one a head"
+    most, heads = num_sms // 2, p.N * p.HV
+    if p.T <= BRIEF and heads <= most:
+        return None
+    if most == 0 or (heads < MANY_WAVES * most and p.is_packed and not fills(p.HV, most)):
+        return f"sequences may differ in length, and HV = {p.HV} heads of one do not fill {most} clusters"
+    is_nearly_full = not p.is_packed and p.T <= FEW_TOKENS and NEARLY_FULL * most <= heads <= most
+    if not (fills(heads, most) or is_nearly_full):
+        return f"N HV = {heads} would leave many of {most} clusters idle"
+    return None
+
+
+def fills(heads: int, clusters: int) -> bool:
+    """Whether so many heads of one length keep clusters busy."""
+    return heads >= FULL * waves(heads, clusters) * clusters
+
+
+def waves(heads: int, clusters: int) -> int:
+    """How often clusters take a head each."""
+    return -(-heads // clusters)
+
+
+def clusters_for(problem: KdaProblem, num_sms: int) -> int:
+    """As many as there are. Where lengths may differ, so many that each has the same heads of every sequence, if that can be."""
+    p, most = problem, num_sms // 2
+    if p.is_packed and most < p.N * p.HV and fills(p.HV, most):
+        return -(-p.HV // waves(p.HV, most))
+    return min(p.N * p.HV, most)
+
+
+def how(problem: KdaProblem, num_sms: int) -> str:
+    """What a call does on a GPU, for `cula.explain`."""
+    made, reason = schedule(problem, num_sms), why_split(problem, num_sms)
+    if reason is None:
+        return f"fused: one kernel on {made.clusters} clusters of two SMs, no workspace"
+    parts = "whole sequences"
+    if made.has_transitions:
+        parts = f"segments of {made.per_segment} chunks of {CHUNK} tokens"
+        if made.per_chained_segment > made.per_segment:
+            parts += f", of {made.per_chained_segment} where gates forget slowly"
+    return f"split: two kernels, {parts}, {made.workspace_bytes(problem.HV) / 2**20:.3g} MiB of workspace: {reason}"
+
+
+@functools.lru_cache(maxsize=1024)
+def schedule_on(problem: KdaProblem, device: torch.device) -> Schedule:
+    """The schedule of a call on a GPU of this machine."""
+    return schedule(problem, sms_of(device))

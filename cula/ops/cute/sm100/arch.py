@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blackwell, data-centre parts. Free of cutlass."""
+
+from __future__ import annotations
+
+from cula.ops.cute.arch import Arch, KdaTraits
+
+BLACKWELL = Arch(
+    name="sm100",
+    title="Blackwell",
+    targets={(10, 0): "sm_100a", (10, 3): "sm_103a"},
+    modules={"kda": ("sm100.kda",), "decode": ("sm100.decode",)},
+    serves=("kda",),  # decode compiles, and is still Triton's
+    summary="KDA prefill for Blackwell, CuTe DSL; never run on hardware: checks itself at first use",
+    has_run=False,  # to change it: `pytest -m gpu` on one, and its figures in docs/kda-blackwell.md
+    kda=KdaTraits(
+        has_fused=False,
+        has_chained_schedule=False,
+        shortest_segment=0.6,
+        has_whole_squares=True,
+        intra_blocks=2,
+    ),
+)

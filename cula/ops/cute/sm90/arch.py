@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper. Free of cutlass."""
+
+from __future__ import annotations
+
+from cula.ops.cute.arch import Arch, KdaTraits
+
+HOPPER = Arch(
+    name="sm90",
+    title="Hopper",
+    targets={(9, 0): "sm_90a"},
+    modules={
+        "kda": ("sm90.kda", "sm90.kda_fused"),
+        "lightning": ("sm90.lightning",),
+        "decode": ("sm90.decode",),
+    },
+    serves=("kda", "lightning", "decode"),
+    summary="hand-tuned kernels for Hopper, CuTe DSL",
+    has_run=True,
+    kda=KdaTraits(
+        has_fused=True,
+        has_chained_schedule=True,
+        shortest_segment=0.25,
+        has_whole_squares=False,
+        intra_blocks=3,
+    ),
+)

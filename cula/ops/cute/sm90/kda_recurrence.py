@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA on Hopper, the recurrence: a state passes over the chunks that the intra-chunk kernel made, and never leaves the registers.
+
+A chunk, with the state S [128 dk, 128 dv] in float32:
+    R = kb S,   o = qg S                      two products with the same A operand
+    U = T (b v - R)
+    o += P U,   S <- e^{G_C} S + kr^T U
+All of it transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each
+and exchange nothing. A producer warp feeds both by TMA, two chunks deep.
+
+Segments, their warm-up and their chains are those of `common/kda_segments.py`. There is one launch: where some segment is
+chained, blocks first compute transitions, by the same recurrence without output, and count each in global memory; a chained
+segment then waits for those before it. A block waits for blocks of lower numbers only, which have begun before it. Such a
+sequence has fewer segments, and more of its blocks compute transitions.
+
+| warps      | role                                          | registers |
+|------------|-----------------------------------------------|-----------|
+| 0          | `load_role`: TMA loads                        | 40        |
+| 1, 2       | `output_role`: TMA stores of a consumer's o   | 40        |
+| 4-7, 8-11  | `consumer_role`: the recurrence, 64 rows dv each | 232    |
+
+| shared memory                 | bytes  |
+|-------------------------------|--------|
+| kb, qg, kr, v: two stages     | 128 K  |
+| T, P: two stages              | 32 K   |
+| o                             | 16 K   |
+| e^{G_C}, b: two stages        | 2 K    |
+
+| mbarrier             | says                                              | arrivals         |
+|----------------------|---------------------------------------------------|------------------|
+| `ring.full`          | a chunk has come, for each stage                  | 1, and its bytes |
+| `ring.empty`         | both consumers have read it                       | 8 warps          |
+| `transitions.full`   | an M has come, for each place                     | 1, and its bytes |
+| `transitions.empty`  | both consumers have multiplied with it            | 8 warps          |
+
+Named barriers are those of `Barrier` in `kda_recurrence_steps.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import NamedBarrier
+
+from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.kda_segments import segment_at, tasks_of
+from cula.ops.cute.common.tiles import F16, F32, I32, Tma, allocate_tile, swapped, tile_at, tile_layout, tma_split
+from cula.ops.cute.kda_abi import LOWER_LEFT, UPPER_RIGHT, VEC
+from cula.ops.cute.sm90.fp16_window import unscale_rows
+from cula.ops.cute.sm90.kda_recurrence_steps import (
+    QUARTER_BYTES,
+    STAGES,
+    Barrier,
+    ChunkCopies,
+    ChunkTiles,
+    Mmas,
+    Ring,
+    carry_o,
+    copy_of,
+    load_chunks,
+    make_consumer,
+    run_chunks,
+)
+from cula.ops.cute.sm90.kda_transitions import (
+    Chain,
+    TransitionBarriers,
+    count_done,
+    load_b,
+    load_transitions,
+    run_chain,
+    store_b,
+    store_m,
+    wait_for_transitions,
+)
+
+THREADS = 384
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+CONSUMER_WARPS = 8
+COUNTING_WARP = 4  # says that a transition is there
+
+
+class Task(enum.IntEnum):
+    """What a block runs over without output."""
+
+    OF_B = 0
+    OF_M = 1
+    WARM_UP = 2
+
+
+class RecurrenceTma(NamedTuple):
+    """What TMA copies."""
+
+    tiles: Tma
+    T: Tma
+    P: Tma
+    vec: Tma
+    v: Tma
+    o: Tma
+    m: Tma
+
+
+class Memory(NamedTuple):
+    """What threads read and write."""
+
+    mO: Any  # [T, 128, HV]
+    mVec: Any  # [chunks, HV, VEC]
+    mH0: Any  # [N, HV, dv, dk]
+    mHt: Any
+    mB: Any  # [segments HV, 128, 128]
+    mM: Any  # [2 segments HV, 128, 128]
+    mDone: Any  # [segments HV]
+    mCu: Any  # [N + 1]
+
+
+class BlockSizes(NamedTuple):
+    """Numbers that a block goes by."""
+
+    has_h0: Any
+    has_ht: Any
+    L: Any  # chunks of a segment
+    chained_L: Any  # the same where some segment of a sequence is chained
+    length: Any
+    halvings: Any
+    helpers: Any
+
+
+class Storage(NamedTuple):
+    """Shared memory."""
+
+    tiles: ChunkTiles
+    sV: Any  # [64 tokens, 128 dv, stage]
+    all_tiles: Any  # the memory of kb, qg, kr and v, one tile after the other
+    sO: Any  # [64 tokens, 64 dv, consumer]
+    sVec: Any  # [1, VEC, stage]
+    ring: Ring
+    transitions: TransitionBarriers
+
+
+class Block(NamedTuple):
+    """What a block's roles know of its work."""
+
+    hv: Any
+    HV: Any
+    segment: Any  # `Segment`
+    tasks: Any  # `Tasks`
+    first_number: Any  # of the sequence's segments
+    start: Any  # first chunk of its own segment
+    to_chunk: Any  # the one after its last
+
+
+def allocate(lt: Any, lv: Any, lo: Any, dtype: Any) -> Storage:
+    smem = SmemAllocator()
+    sKb, sQg, sKr = [allocate_tile(smem, lt, dtype) for _ in range(3)]
+    sV = allocate_tile(smem, lv)
+    all_tiles = tile_at(sKb, tile_layout(64, 128, 4 * STAGES, dtype), dtype)
+    # T and P by quarters [32, 32], of which one is zero and stays so: stage, columns, rows
+    square = tile_layout(64, 64, STAGES, dtype, columns_of=32)
+    sT, sP = allocate_tile(smem, square, dtype), allocate_tile(smem, square, dtype)
+    sO = allocate_tile(smem, lo)
+    sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
+    full, empty, transition_full, transition_empty = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(4)]
+    tiles, transitions = ChunkTiles(sKb, sQg, sP, sT, sKr), TransitionBarriers(transition_full, transition_empty)
+    return Storage(tiles, sV, all_tiles, sO, sVec, Ring(full, empty), transitions)
+
+
+@cute.jit
+def set_up(storage: cutlass.Constexpr, tma: cutlass.Constexpr, dtype: cutlass.Constexpr):
+    """Barriers, descriptors, and zeros in the quarters of T and P that are never loaded."""
+    tid, _, _ = cute.arch.thread_idx()
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for stage in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(storage.ring.full + stage, 1)
+                cute.arch.mbarrier_init(storage.ring.empty + stage, CONSUMER_WARPS)
+                cute.arch.mbarrier_init(storage.transitions.full + stage, 1)
+                cute.arch.mbarrier_init(storage.transitions.empty + stage, CONSUMER_WARPS)
+        for of in (tma.tiles, tma.T, tma.P, tma.vec, tma.v, tma.o):
+            cpasync.prefetch_descriptor(of.atom)
+    cute.arch.mbarrier_init_fence()
+    if cute.arch.make_warp_uniform(tid // 128) == 1:
+        zero = cute.make_rmem_tensor((8, 1), dtype)
+        zero.fill(0.0)
+        for stage in cutlass.range_constexpr(STAGES):
+            for tile, quarter in ((storage.tiles.T, LOWER_LEFT), (storage.tiles.P, UPPER_RIGHT)):
+                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
+                cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
+        cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()
+
+
+@cute.kernel
+def recurrence_kernel(
+    tma: RecurrenceTma,
+    memory: Memory,
+    sizes: BlockSizes,
+    mmas: Mmas,
+    lt: cute.ComposedLayout,
+    lv: cute.ComposedLayout,
+    lo: cute.ComposedLayout,
+    dtype: cutlass.Constexpr,
+):
+    """A block for each (value head, number): `helpers`, then one for the number of each segment of L chunks. In a sequence of
+    which any segment is chained they take segments of chained_L."""
+    warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warpgroup_id = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    storage = allocate(lt, lv, lo, dtype)
+    hv, number, _ = cute.arch.block_idx()
+    helpers, L = sizes.helpers, sizes.L
+    own_number = cutlass.max(number - helpers, 0)  # a helper's is that of the only sequence
+    segment = segment_at(own_number, memory.mCu, L, sizes.length, sizes.halvings)
+    first_number = own_number - segment.i
+    set_up(storage, tma, dtype)
+
+    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
+    i = number - helpers - first_number
+    tasks = tasks_of(memory.mVec, hv, helpers, sizes.has_h0, L, sizes.chained_L, segment, i)
+    start = tasks.i * tasks.L
+    to_chunk = cutlass.min(start + tasks.L, (segment.tokens + 63) // 64)
+    block = Block(hv, memory.mVec.shape[1], segment, tasks, first_number, start, to_chunk)
+
+    if warpgroup_id == 0:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        if warp_id == 0:
+            load_role(tma, storage, block, sizes.has_h0, dtype)
+        elif warp_id < 3 and tasks.has_segment:
+            output_role(tma, storage, block, warp_id - 1)
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        consumer_role(memory, storage, block, sizes, mmas, warpgroup_id - 1, dtype)
+
+
+@cute.jit
+def task_at(step: I32, i: I32):
+    """The task of a step: B, then M, then the warm-up; in every other segment M first. So B of a segment and M of it, which the
+    next one computes, are computed at the same time, and one of them finds what it reads in the L2 cache."""
+    return step ^ (i & 1) if step < Task.WARM_UP else step
+
+
+@cute.jit
+def chunks_of_task(task: I32, tasks: cutlass.Constexpr, start: I32):
+    """(Whether the block has such a task, its first chunk, how many)."""
+    is_warm_up = task == Task.WARM_UP
+    segment = tasks.b_segment if task == Task.OF_B else tasks.m_segment
+    is_on = tasks.warm_up > 0 if is_warm_up else segment >= 0
+    return is_on, start - tasks.warm_up if is_warm_up else segment * tasks.L, tasks.warm_up if is_warm_up else tasks.L
+
+
+def transitions_barrier() -> NamedBarrier:
+    """The consumers know when transitions are there, the producer waits for it."""
+    return NamedBarrier(barrier_id=Barrier.TRANSITIONS, num_threads=288)
+
+
+@cute.jit
+def load_role(
+    tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass.Constexpr, has_h0: I32, dtype: cutlass.Constexpr
+):
+    """A warp: all that the consumers read, in the order in which they do."""
+    hv, HV, segment, tasks, first_number, start, to_chunk = block
+    ring, first_record = storage.ring, segment.chunk0 * HV + hv
+    copies = chunk_copies(tma, storage, hv, segment.begin, dtype)
+    count = I32(0)
+    for step in cutlass.range(3, unroll=1):
+        task = task_at(step, tasks.i)
+        is_on, from_chunk, chunks = chunks_of_task(task, tasks, start)
+        if is_on:
+            sees_v = I32(0) if task == Task.OF_M else I32(1)
+            count = load_chunks(copies, ring, count, first_record, HV, from_chunk, from_chunk + chunks, False, sees_v)
+    if tasks.has_segment:
+        if tasks.is_chained == 1:  # the first chunk, then transitions in the memory of the other stage
+            count = load_chunks(copies, ring, count, first_record, HV, start, start + 1, True, I32(1))
+            transitions_barrier().arrive_and_wait()  # and all chunks before have been read
+            cute.arch.fence_proxy("async.global")
+            of_m = copy_of(tma.m, storage.all_tiles, cute.local_tile(tma.m.coordinates, (64, 128), (None, 0)))
+            first = (first_number + 1 - has_h0) * HV + hv
+            chain = Chain(first, HV, tasks.i - 1 + has_h0, count % STAGES)
+            load_transitions(of_m, storage.transitions, chain, dtype)
+        count = load_chunks(copies, ring, count, first_record, HV, start + tasks.is_chained, to_chunk, True, I32(1))
+
+
+def chunk_copies(tma: RecurrenceTma, storage: Storage, hv: Any, begin: Any, dtype: Any) -> ChunkCopies:
+    """Of a sequence that begins at a token, and one head."""
+    tiles = cute.local_tile(tma.tiles.coordinates, (64, 128), (None, 0))
+    kb, qg, kr = [copy_of(tma.tiles, s, tiles) for s in (storage.tiles.kb, storage.tiles.qg, storage.tiles.kr)]
+    quarters = tile_layout(32, 32, 4 * STAGES, dtype)
+    T, P = [
+        copy_of(of, tile_at(s, quarters, dtype), cute.local_tile(of.coordinates, (32, 32), (None, 0)))
+        for of, s in ((tma.T, storage.tiles.T), (tma.P, storage.tiles.P))
+    ]
+    vec = copy_of(tma.vec, storage.sVec, cute.local_tile(tma.vec.coordinates, (1, VEC), (None, 0)))
+    of_v = cute.local_tile(cute.domain_offset((begin, 0), tma.v.coordinates[None, None, hv]), (64, 128), (None, 0))
+    return ChunkCopies(kb, qg, kr, copy_of(tma.v, storage.sV, of_v), vec, T, P)
+
+
+@cute.jit
+def output_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass.Constexpr, part: I32):
+    """A warp for each consumer: carries its o away."""
+    begin, tokens = block.segment.begin, block.segment.tokens
+    of_head = cute.domain_offset((begin, 0), tma.o.coordinates[None, None, block.hv])
+    o_s, o_g = tma_split(tma.o.atom, storage.sO, cute.local_tile(of_head, (64, 64), (None, part)))
+    carry_o(tma.o.atom, o_s[None, part], o_g, part, block.start, block.to_chunk, tokens)
+
+
+@cute.jit
+def consumer_role(
+    memory: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    sizes: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
+    part: I32,
+    dtype: cutlass.Constexpr,
+):
+    """A warpgroup with 64 rows dv: transitions that are its block's to compute, then its block's segment."""
+    segment, tasks = block.segment, block.tasks
+    thread = cute.arch.thread_idx()[0] % 128
+    sV = cute.local_tile(storage.sV, (64, 64, STAGES), (0, part, 0))
+    w = make_consumer(part, thread, mmas, storage.tiles, storage.sVec, sV)
+    count = run_tasks(w, memory, storage, block, sizes.has_h0, dtype)
+    if tasks.has_segment:
+        first_state(w, memory, storage, block, sizes.has_h0, count, dtype)
+        of_head = cute.domain_offset((segment.begin, 0), memory.mO[None, None, block.hv])
+        output = storage.sO[None, None, part], cute.local_tile(of_head, (64, 64), (None, part))
+        run_chunks(w, storage.ring, count, block.start, block.to_chunk, segment.tokens, I32(1), output, dtype)
+        if cutlass.const_expr(dtype is F16):
+            unscale_rows(w.S, w.factor)
+        if block.to_chunk == (segment.tokens + 63) // 64 and sizes.has_ht == 1:
+            cute.autovec_copy(w.accS, w.ours(memory.mHt[segment.seq, block.hv, None, None]))
+
+
+@cute.jit
+def run_tasks(
+    w: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    has_h0: I32,
+    dtype: cutlass.Constexpr,
+):
+    """Without output: B of our own segment, M of another, and the warm-up of our own, which leaves its state in accS. Returns how
+    many chunks have passed."""
+    segment, tasks, hv = block.segment, block.tasks, block.hv
+    S, at_s, count = w.S, w.positions(), I32(0)
+    for step in cutlass.range(3, unroll=1):
+        task = task_at(step, tasks.i)
+        is_on, from_chunk, chunks = chunks_of_task(task, tasks, block.start)
+        if is_on:
+            w.factor.fill(1.0)
+            for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                for a in cutlass.range_constexpr(2):
+                    is_one = task == Task.OF_M and at_s[a, j][0] + 64 * w.part == at_s[a, j][1]
+                    S[a, j] = F32(1.0) if is_one else F32(0.0)
+            if task == Task.WARM_UP and from_chunk == 0 and has_h0 == 1:
+                cute.autovec_copy(w.ours(memory.mH0[segment.seq, hv, None, None]), w.accS)
+            sees_v = I32(0) if task == Task.OF_M else I32(1)
+            count = run_chunks(w, storage.ring, count, from_chunk, from_chunk + chunks, segment.tokens, sees_v, None, dtype)
+            if task != Task.WARM_UP:
+                of = block.first_number + (tasks.b_segment if task == Task.OF_B else tasks.m_segment)
+                keep_transition(w, memory, task, of * block.HV + hv, dtype)
+    return count
+
+
+@cute.jit
+def keep_transition(w: cutlass.Constexpr, memory: cutlass.Constexpr, task: I32, record: I32, dtype: cutlass.Constexpr):
+    """B or M, which accS is, to memory; says that it is there."""
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(w.S, w.factor)
+    if task == Task.OF_B:
+        store_b(w, memory.mB, record)
+    else:
+        store_m(w, memory.mM, record, dtype)
+    cute.arch.fence_acq_rel_gpu()
+    NamedBarrier(barrier_id=Barrier.CONSUMERS, num_threads=256).arrive_and_wait()
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == COUNTING_WARP:
+        with cute.arch.elect_one():
+            count_done(memory.mDone, record)
+
+
+@cute.jit
+def first_state(
+    w: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    has_h0: I32,
+    count: I32,
+    dtype: cutlass.Constexpr,
+):
+    """accS <- the state at the start of our segment, unless the warm-up has left it there."""
+    hv, HV, tasks = block.hv, block.HV, block.tasks
+    if tasks.warm_up == 0:
+        w.factor.fill(1.0)
+        w.accS.fill(0.0)
+        if has_h0 == 1:
+            cute.autovec_copy(w.ours(memory.mH0[block.segment.seq, hv, None, None]), w.accS)
+    if tasks.is_chained == 1:
+        record = block.first_number * HV + hv
+        wait_for_transitions(memory.mDone, record, HV, tasks.i, has_h0)
+        transitions_barrier().arrive()
+        if has_h0 == 0:  # from zero the first transition gives its B
+            load_b(memory.mB, record, w.part, w.thread, w.accS)
+            record += HV
+        thr_s = w.mmas.s.get_slice(w.thread)
+        bM = thr_s.make_fragment_B(thr_s.partition_B(swapped(storage.all_tiles)))  # [N = dk out, K = dk in]
+        chain = Chain(record, HV, tasks.i - 1 + has_h0, (count + 1) % STAGES)
+        run_chain(w, memory.mB, bM, storage.transitions, chain, dtype)

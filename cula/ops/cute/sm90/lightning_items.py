@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning on Hopper: the items of work that blocks take one after the other, (segment, value head, block of V).
+
+Where sequences are whole, a segment is a sequence. A packed sequence n owns the ids of segments cu[n] // L + n and up, L being
+the length of a segment; a warp finds n by counting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from cula.core.constants import CHUNK
+from cula.ops.cute.common.gate import exp2, to_log2
+from cula.ops.cute.common.tiles import F32, I32
+
+C = CHUNK  # tokens that the kernels take at once
+LANES = 64  # value channels of a warpgroup
+REACH = 150.0  # 2^-150 is zero in fp32
+MAX_DECAY = 1e4  # exp(-1e4) is zero too; keeps inf * 0 out of the exponents
+MAX_REACH = 1 << 30  # tokens; what never fades reaches this far
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for."""
+
+    K: int
+    V: int
+    warpgroups: int  # that run a recurrence; each takes 64 value channels
+    depth: int  # of the ring of q, k and v
+    blocks: int  # on a multiprocessor
+    registers: tuple[int, int]  # of a thread that loads, of one of a recurrence
+    state: Any = F32  # dtype of first and last states
+    only_ends: bool = False  # the first pass over segments, not the recurrence
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def channels(self) -> int:
+        """Of V, of a block."""
+        return LANES * self.warpgroups
+
+    @property
+    def blocks_of_v(self) -> int:
+        return self.V // self.channels
+
+    @property
+    def stages(self) -> int:
+        return 2 * self.depth if self.only_ends else self.depth  # the first pass has no q, P and O in shared memory
+
+
+class Sizes(NamedTuple):
+    """Of a call, as `lightning_abi.py` describes them."""
+
+    num_seqs: Any
+    length: Any
+    segment: Any
+    per_seq: Any
+    num_ids: Any
+    group: Any
+
+
+class Work(NamedTuple):
+    """All there is to do."""
+
+    cfg: Config
+    sizes: Sizes
+    mDecay: Any  # [HV]
+    mCu: Any  # [N + 1]
+
+
+class Item(NamedTuple):
+    """One item."""
+
+    block_v: Any
+    rows: Any  # which 64 rows of V are a warpgroup's
+    head: Any  # value head
+    id: Any  # of the segment
+    seq: Any
+    place: Any  # of the segment in its sequence
+    begin: Any  # first token of the sequence
+    size: Any  # tokens of the sequence
+    decay: Any  # -log2 f of the head
+    reach: Any  # tokens after which a state's factor is zero in fp32
+    start: Any  # first token that is to be read, counted from the sequence's
+    tokens: Any  # that are to be read
+
+
+@cute.jit
+def power(decay: F32, n: I32):
+    """f^n, where decay = -log2 f; zero below 2^-126."""
+    return exp2(-decay * n.to(F32))
+
+
+@cute.jit
+def num_items(work: cutlass.Constexpr):
+    """Blocks of V come fastest: blocks that read the same q and k run side by side."""
+    return work.sizes.num_ids * work.mDecay.shape[0] * work.cfg.blocks_of_v
+
+
+@cute.jit
+def item_at(work: cutlass.Constexpr, index: I32, lanes: I32):
+    """The item with that number, for the warpgroup that has the block's `lanes`-th 64 channels."""
+    block_v, head, s, seq, place, begin, size = locate(work, index)
+    rows = block_v * work.cfg.warpgroups + lanes
+    decay, reach = log2_decay(work, head)
+    start, tokens = span(work, place, size, reach)
+    return Item(block_v, rows, head, s, seq, place, begin, size, decay, reach, start, tokens)
+
+
+@cute.jit
+def locate(work: cutlass.Constexpr, index: I32):
+    """Which block of V, value head, segment id and sequence it is, its place there, the sequence's first token and its size."""
+    num_seqs, length, segment, per_seq, _, _ = work.sizes
+    mDecay, mCu, blocks_of_v = work.mDecay, work.mCu, work.cfg.blocks_of_v
+    block_v = index % blocks_of_v
+    head = index // blocks_of_v % mDecay.shape[0]
+    s = index // blocks_of_v // mDecay.shape[0]
+    seq, place, begin, size = s, I32(0), I32(0), length
+    if length > 0:
+        seq, place = s // per_seq, s % per_seq
+        begin = seq * length
+    else:
+        if segment > 0:
+            # The last sequence whose first id is not beyond s; the warp counts 32 at a time.
+            count = I32(0)
+            for n in cutlass.range(cute.arch.lane_idx(), num_seqs, 32, unroll=1):
+                if mCu[n] // segment + n <= s:
+                    count += 1
+            for step in cutlass.range_constexpr(5):
+                count += cute.arch.shuffle_sync_bfly(count, 1 << step)
+            seq = count - 1
+        begin = mCu[seq]
+        size = mCu[seq + 1] - begin
+        if segment > 0:
+            place = s - (begin // segment + seq)
+    return block_v, head, s, seq, place, begin, size
+
+
+@cute.jit
+def log2_decay(work: cutlass.Constexpr, head: I32):
+    """-log2 f of a head, and the tokens after which a state's factor is zero in fp32."""
+    decay = to_log2(cutlass.min(work.mDecay[head], F32(MAX_DECAY)))
+    return decay, cutlass.min(REACH / cutlass.max(decay, F32(1e-7)), F32(MAX_REACH)).to(I32)
+
+
+@cute.jit
+def span(work: cutlass.Constexpr, place: I32, size: I32, reach: I32):
+    """First token and number of tokens of a segment that are to be read, counted from the sequence's start."""
+    segment = work.sizes.segment
+    start, tokens = I32(0), size
+    if segment > 0:
+        start = place * segment
+        tokens = cutlass.max(cutlass.min(segment, size - start), 0)
+    if cutlass.const_expr(work.cfg.only_ends):
+        # Only what the end still feels, in whole chunks; and nothing of a sequence's last segment.
+        kept = cutlass.min(tokens, (reach // C + 1) * C)
+        start, tokens = start + tokens - kept, kept
+        if (place + 1) * segment >= size:
+            tokens = I32(0)
+    return start, tokens

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning on Hopper, the recurrence: outputs of an item and, from a sequence's last segment, its last state."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rounded, seen_as_a, swapped, tma_split
+
+from .lightning_chunk import (
+    clear_columns,
+    clear_rows,
+    decay_outputs,
+    decay_scores,
+    lag_factors,
+    read_first_state,
+    read_seeds,
+    weighed,
+    write_last_state,
+)
+from .lightning_items import LANES, C, item_at, num_items, power
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers of a block; 0 is sync_threads'."""
+
+    FIRST_RECURRENCE = 1  # the four warps of a warpgroup
+    SECOND_RECURRENCE = 2
+
+
+class Output(NamedTuple):
+    """o, by TMA and by threads."""
+
+    tma: Any
+    gO: Any
+    mO: Any
+
+
+class Fragments(NamedTuple):
+    """What a thread has of operands, accumulators and copies."""
+
+    accP: Any  # [C, C]
+    accO: Any  # [64 channels, C]
+    accS: Any  # [64 channels, K]
+    aQ: Any
+    bK: Any
+    bQ: Any  # [N = token, K = key channel]
+    bP: Any  # [N = r, K = i]
+    bK_swapped: Any  # [N = key channel, K = token]
+    load_v: Any
+    store_o: Any
+    store_p: Any
+    tVs: Any
+    tOs: Any
+    tPs: Any
+    thr_s: Any
+    row: Any  # of an accumulator's first element; see rows_and_columns
+    column: Any
+
+
+class Factors(NamedTuple):
+    """Powers of a head's f that a thread multiplies with."""
+
+    decay: Any  # -log2 f
+    lags: Any  # of P
+    f8: Any
+    chunk: Any  # of the state over a whole chunk
+    into_even: Any  # of V^T, this thread's last two columns
+    into_odd: Any
+    out_even: Any  # of O^T, its first two
+    out_odd: Any
+
+
+@cute.jit
+def fragments_of(cfg: cutlass.Constexpr, tiles: cutlass.Constexpr, mmas: cutlass.Constexpr, lanes: I32, thread: I32):
+    """v^T comes in, and o^T leaves, as an accumulator lies; (st/ld)matrix turns the [token, channel] tiles round."""
+    mma_p, mma_o, mma_s = mmas
+    sQ, sK, sP = tiles.sQ, tiles.sK, tiles.sP
+    thr_p, thr_o, thr_s = mma_p.get_slice(thread), mma_o.get_slice(thread), mma_s.get_slice(thread)
+    accP = thr_p.make_fragment_C(thr_p.partition_shape_C((C, C)))
+    accO = thr_o.make_fragment_C(thr_o.partition_shape_C((LANES, C)))
+    accS = thr_s.make_fragment_C(thr_s.partition_shape_C((LANES, cfg.K)))
+    aQ, bK = thr_p.make_fragment_A(thr_p.partition_A(sQ)), thr_p.make_fragment_B(thr_p.partition_B(sK))
+    bQ = thr_o.make_fragment_B(thr_o.partition_B(sQ))
+    bP = thr_o.make_fragment_B(thr_o.partition_B(sP))
+    bK_swapped = thr_s.make_fragment_B(thr_s.partition_B(swapped(sK)))
+    load_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_o).get_slice(thread)
+    store_o = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16), mma_o).get_slice(thread)
+    store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BF16), mma_p).get_slice(thread)
+    tVs = load_v.partition_S(swapped(cute.local_tile(tiles.sV, (C, LANES, cfg.stages), (0, lanes, 0))))
+    tOs, tPs = store_o.partition_D(swapped(tiles.sO)), store_p.partition_D(sP)
+    row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
+    return Fragments(
+        accP, accO, accS, aQ, bK, bQ, bP, bK_swapped, load_v, store_o, store_p, tVs, tOs, tPs, thr_s, row, column
+    )  # fmt: skip
+
+
+@cute.jit
+def factors_of(decay: F32, scale: F32, row: I32, column: I32):
+    lags = lag_factors(decay, scale, row, column)
+    f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
+    into_even, into_odd = power(decay, 7 - column), power(decay, 6 - column)
+    out_even, out_odd = power(decay, column + 1) * scale, power(decay, column + 2) * scale
+    return Factors(decay, lags, f8, f_chunk, into_even, into_odd, out_even, out_odd)
+
+
+@cute.jit
+def put_scores(f: cutlass.Constexpr, lags: cute.Tensor, now: I32):
+    """P, decayed, to its buffer in shared memory."""
+    decay_scores(f.accP, lags)
+    cute.copy(f.store_p, f.store_p.retile(rounded(f.accP)), f.tPs[None, None, None, now])
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, stage: I32, n: I32):
+    """V^T of a chunk of n tokens, as it is and weighed for the state; the state is multiplied by f^n."""
+    rV = cute.make_rmem_tensor_like(f.accO, BF16)
+    cute.copy(f.load_v, f.tVs[None, None, None, stage], f.load_v.retile(rV))
+    if n < C:
+        clear_columns(rV, n, f.column)
+    rW = weighed(rV, by.decay, n, f.column, by.f8, by.into_even, by.into_odd)
+    factor = by.chunk
+    if n < C:
+        factor = power(by.decay, n)
+    f.accS.store(f.accS.load() * factor)
+    return rV, rW
+
+
+@cute.jit
+def store_last_chunk(
+    sO: cute.Tensor,
+    o_rows: cute.Tensor,
+    by_tma: cutlass.Constexpr,
+    buffer: I32,
+    chunk: I32,
+    n: I32,
+    is_storing: cutlass.Boolean,
+    thread: I32,
+):
+    """A whole chunk by TMA, fewer tokens by predicated stores: TMA would clip at T only."""
+    if n == C:
+        if is_storing:
+            atom, pO, gO = by_tma
+            cute.copy(atom, pO[None, buffer], gO[None, chunk])
+            cute.arch.cp_async_bulk_commit_group()
+    else:
+        for p in cutlass.range_constexpr(C // 16):
+            r = p * 16 + thread // 8
+            if r < n:
+                cute.autovec_copy(
+                    cute.local_tile(sO[None, None, buffer], (1, 8), (r, thread % 8)),
+                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (r, thread % 8)),
+                )
+
+
+@cute.jit
+def recurrence(
+    work: cutlass.Constexpr,
+    ring,
+    tiles: cutlass.Constexpr,
+    output: cutlass.Constexpr,
+    states: cutlass.Constexpr,
+    scale: F32,
+    mmas: cutlass.Constexpr,
+):
+    """A consumer's role."""
+    cfg, sK, sO, segment = work.cfg, tiles.sK, tiles.sO, work.sizes.segment
+    tma_o, (mma_p, mma_o, mma_s) = output.tma, mmas
+    thread, _, _ = cute.arch.thread_idx()
+    lanes = cute.arch.make_warp_uniform(thread // 128) - 1  # which 64 channels of the block are ours
+    thread = thread % 128
+    is_storing = thread // 32 == 0  # the warp that issues TMA stores
+    ours = pipeline.NamedBarrier(barrier_id=Barrier.FIRST_RECURRENCE + lanes, num_threads=128)
+    f = fragments_of(cfg, tiles, mmas, lanes, thread)
+    ahead = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)  # to be waited for next
+    behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)  # to be released next
+    now = 2 * lanes  # which of all buffers of P and O this chunk has; the next one has the other of our two
+
+    first, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    for index in cutlass.range(first, num_items(work), step, unroll=1):
+        item = item_at(work, index, lanes)
+        rows = item.rows
+        if segment == 0:
+            read_first_state(f.accS, f.thr_s, states, item)
+        else:
+            read_seeds(f.accS, f.thr_s, states, item, segment)
+        by = factors_of(item.decay, scale, f.row, f.column)
+        at = (item.begin + item.start, 0)
+        gO = cute.local_tile(cute.domain_offset(at, output.gO[None, None, item.head]), (C, LANES), (None, rows))
+        pO, gO = tma_split(tma_o, sO, gO)
+        o_rows = cute.local_tile(cute.domain_offset(at, output.mO[None, None, item.head]), (C, LANES), (None, rows))
+
+        # No wgmma may start or end in a branch: the compiler would wait after each. So P is made even for no tokens, and
+        # once more after the last chunk, of whatever is there.
+        tokens = cute.arch.make_warp_uniform(item.tokens)
+        num_chunks = cute.arch.make_warp_uniform((tokens + C - 1) // C)
+        stage = ahead.index
+        if num_chunks > 0:
+            ring.consumer_wait(ahead)
+            if tokens < C:
+                clear_rows(sK[None, None, stage], tokens, thread)
+                ours.arrive_and_wait()
+            ahead.advance()
+        issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
+
+        # On the tensor cores, one after the other: O = S q^T | O += V^T P^T, S += V^T k, P of the next chunk.
+        for chunk in cutlass.range(num_chunks, unroll=1):
+            n = cutlass.min(tokens - chunk * C, C)
+            other = 4 * lanes + 1 - now
+            issue(mma_o, f.accO, seen_as_a(rounded(f.accS)), f.bQ[None, None, None, behind.index], False)
+
+            warpgroup.wait_group(1)  # P
+            put_scores(f, by.lags, now)
+            if is_storing:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # this chunk's buffer of O is free again
+            ours.arrive_and_wait()
+            if is_storing & (chunk > 0):
+                cute.copy(tma_o, pO[None, other], gO[None, chunk - 1])
+                cute.arch.cp_async_bulk_commit_group()
+            rV, rW = values_of(f, by, behind.index, n)
+
+            warpgroup.wait_group(0)  # O
+            decay_outputs(f.accO, by.out_even, by.out_odd, by.f8)
+            issue(mma_o, f.accO, seen_as_a(rV), f.bP[None, None, None, now], True)
+            issue(mma_s, f.accS, seen_as_a(rW), f.bK_swapped[None, None, None, behind.index], True)
+            stage = behind.index
+            left = tokens - (chunk + 1) * C
+            if left > 0:
+                ring.consumer_wait(ahead)
+                stage = ahead.index
+                if left < C:
+                    clear_rows(sK[None, None, stage], left, thread)
+                    ours.arrive_and_wait()
+                ahead.advance()
+            issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
+
+            warpgroup.wait_group(2)  # O
+            cute.copy(f.store_o, f.store_o.retile(rounded(f.accO)), f.tOs[None, None, None, now])
+            warpgroup.wait_group(1)  # S
+            ring.consumer_release(behind)
+            behind.advance()
+            now = other
+
+        warpgroup.wait_group(0)
+        if num_chunks > 0:
+            cute.arch.fence_proxy("async.shared", space="cta")
+            ours.arrive_and_wait()
+            last = 4 * lanes + 1 - now
+            n = tokens - (num_chunks - 1) * C
+            store_last_chunk(sO, o_rows, (tma_o, pO, gO), last, num_chunks - 1, n, is_storing, thread)
+        write_last_state(f.accS, f.thr_s, states, item, tokens)
+    if is_storing:
+        cute.arch.cp_async_bulk_wait_group(0)
