@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from cula.core.problem import DecodeOptions, DecodeProblem, Encoding, Problem, encoding_of
-from cula.core.replay.cache import ReplayCache
+from cula.core.replay.cache import ChoiceCache, ReplayCache
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Family:
     decode: Decode | None = None
     bench: str = ""  # module with its benchmark, "cula.kda.bench"
     replay: ReplayCache = field(default_factory=ReplayCache, compare=False)
+    chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
 
     @cached_property
     def function(self) -> str:

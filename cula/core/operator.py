@@ -20,7 +20,7 @@ backward are the same backend's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,9 @@ from torch.library import custom_op
 from cula.core.constants import CHUNK
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
+from cula.core.family import FAMILIES, Family
 from cula.core.pool import Serving
 from cula.core.problem import DecodeOptions, Problem, encoding_of, needs_grad
-
-if TYPE_CHECKING:
-    from cula.core.family import Family
 
 DECODE_ENCODING = encoding_of(DecodeOptions)
 
@@ -48,24 +46,52 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, choice: Choice, Inputs: Any, *x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        family = problem.family
-        result = choice.backend.load(family, f"{family}_fwd")(problem, Inputs(*x))
+        o, final_state, saved = _forward(problem, choice, Inputs(*x))
         ctx.problem, ctx.choice, ctx.Inputs = problem, choice, Inputs
-        ctx.save_for_backward(*x, *(result.saved if choice.shares_saved else ()))
+        ctx.save_for_backward(*x, *saved)
         ctx.set_materialize_grads(False)
-        return result.o, result.final_state
+        return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
-        count, family = len(ctx.Inputs._fields), ctx.problem.family
+        count = len(ctx.Inputs._fields)
         x, saved = ctx.Inputs(*tensors[:count]), tensors[count:]
         if do is None:
             do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        with running_on(x.q):
-            grads = ctx.choice.backward.backend.load(family, f"{family}_bwd")(ctx.problem, x, saved, do, dht)
+        grads = _backward(ctx.problem, ctx.choice.backward, x, saved, do, dht)
         return None, None, None, *grads, None  # none for cu_seqlens
+
+
+def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """(o, final state, what the backward wants saved), by a record where there is one. For autograd, which has gradients off."""
+    name, replay = problem.family, FAMILIES[problem.family].replay
+    static_args, tensors = ("training", problem.options, choice.name), x + Serving()
+    done = NotImplemented if choice.shares_saved else replay.run(tensors, static_args)
+    if done is not None and done is not NotImplemented:
+        return *done, ()
+    with running_on(x.q):
+        result = choice.backend.load(name, f"{name}_fwd")(problem, x)
+        make = choice.backend.find(name, f"record_{name}_fwd")
+        if done is NotImplemented and make is not None and not choice.shares_saved:
+            replay.keep(tensors, static_args, lambda: make(problem, x, None))
+    return result.o, result.final_state, result.saved if choice.shares_saved else ()
+
+
+def _backward(problem: Problem, choice: Choice, x: Any, saved: Any, do: Tensor, dht: Tensor | None) -> Any:
+    """Gradients of the inputs, by a record where there is one."""
+    name, replay = problem.family, FAMILIES[problem.family].replay
+    static_args, tensors = ("backward", problem.options, choice.name), (*x, *saved, do, dht)
+    done = replay.run(tensors, static_args)
+    if done is not None and done is not NotImplemented:
+        return done
+    with running_on(x.q):
+        grads = choice.backend.load(name, f"{name}_bwd")(problem, x, saved, do, dht)
+        make = choice.backend.find(name, f"record_{name}_bwd")
+        if done is NotImplemented and make is not None:
+            replay.keep(tensors, static_args, lambda: make(problem, x, saved, do, dht))
+    return grads
 
 
 # Under torch.compile: the calls that are traced

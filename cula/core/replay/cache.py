@@ -89,6 +89,27 @@ class ReplayCache:
         self._first = record.finder()
 
 
+class ChoiceCache:
+    """Calls that go the long way because there is a gradient to make: what was found out about them, by signature."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def find(self, tensors: Tensors, static_args: Hashable) -> Any:
+        """What was kept for such a call; None if nothing was."""
+        if not self._known or settings.check_values() or not getattr(tensors[0], "is_cuda", False):
+            return None
+        return self._known.get((record.forms(tensors), static_args))
+
+    def keep(self, tensors: Tensors, static_args: Hashable, found: Any) -> None:
+        forms = record.forms(tensors)
+        if forms is None or not getattr(tensors[0], "is_cuda", False):
+            return
+        if len(self._known) >= CAPACITY:
+            self._known.clear()
+        self._known[forms, static_args] = found
+
+
 def signature(tensors: Tensors) -> Hashable | None:
     """What tensors have in common with those of a call like theirs; None if such a call has no record."""
     return record.signature(tensors) if getattr(tensors[0], "is_cuda", False) else None

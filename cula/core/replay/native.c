@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define MAX_TENSORS 32
-#define MAX_OUTPUTS 4
+#define MAX_OUTPUTS 10
 #define MAX_PARTS 64
 #define MAX_BYTES 2048
 #define MAX_DIMS 8
@@ -267,6 +267,7 @@ typedef struct {
 typedef struct {
   int32_t of;         // number of an address; ~0, ~1, ...: of an output
   uint32_t at, mask;  // where it goes, unless it is 0; which of its bits must be 0
+  int64_t offset;     // what is added to it
 } Place;
 
 typedef struct {
@@ -311,6 +312,7 @@ static int launch(const Launch* self, uint64_t stream, const uint64_t* at, Py_ss
       if (output != Py_None && read_tensor(output, &t) < 0) return -1;
       address = address_of(&t);
     }
+    if (address) address += place->offset;
     if (address & place->mask) return 0;
     if (address) memcpy(block + place->at, &address, 8);
   }
@@ -351,7 +353,7 @@ static void launch_dealloc(PyObject* object) {
 static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   unsigned long long function;
   const char* block;
-  Py_ssize_t size, stream, at, to, of, alignment, index, width;
+  Py_ssize_t size, stream, at, to, of, alignment, offset, index, width;
   PyObject *pointers, *places, *numbers, *keep;
   if (!PyArg_ParseTuple(args, "Ky#O!nO!O!O", &function, &block, &size, &PyTuple_Type, &pointers, &stream, &PyTuple_Type, &places,
                         &PyTuple_Type, &numbers, &keep))
@@ -375,9 +377,9 @@ static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
     self->pointers[i] = (Pointer){at, to};
   }
   for (Py_ssize_t i = 0; i < num_places; ++i) {
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "nnn", &of, &at, &alignment)) goto fail;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "nnnn", &of, &at, &alignment, &offset)) goto fail;
     if (at < 0 || at > last || of != (int32_t)of || alignment < 1 || alignment & (alignment - 1)) goto outside;
-    self->places[i] = (Place){of, at, alignment - 1};
+    self->places[i] = (Place){of, at, alignment - 1, offset};
   }
   for (Py_ssize_t i = 0; i < num_numbers; ++i) {
     if (!PyArg_ParseTuple(PyTuple_GET_ITEM(numbers, i), "nnn", &index, &at, &width)) goto fail;

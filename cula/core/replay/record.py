@@ -42,6 +42,7 @@ class Address(NamedTuple):
     of: int | None  # the tensor of a call with this number; ~0, ~1, ...: the first, the second, ... of the outputs; None: of none
     alignment: int = 1  # bytes that it must be a multiple of
     absent: int = 0  # stands for None
+    offset: int = 0  # bytes behind the beginning of the tensor
 
 
 class Frame(NamedTuple):
@@ -115,7 +116,7 @@ def launcher(of: Sequence[Address], plain: Callable[..., Any], frame: Frame | No
     native = _compiled()
     if native is None or frame is None:
         return _plain(tuple(of), plain)
-    places = tuple((of[i].of, at, of[i].alignment) for i, at in frame.places if of[i].of is not None)
+    places = tuple((of[i].of, at, of[i].alignment, of[i].offset) for i, at in frame.places if of[i].of is not None)
     return native.Launch(frame.function, frame.block, frame.pointers, frame.stream, places, frame.numbers, frame.keep)
 
 
@@ -188,12 +189,15 @@ def signature(tensors: Tensors) -> tuple[Any, ...] | None:
     try:
         if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
             return None
-        return tuple(
-            [
-                t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT == 0)
-                for t in tensors
-            ]
-        )
+    except (AttributeError, TypeError):
+        return None
+    return forms(tensors)
+
+
+def forms(tensors: Tensors) -> tuple[Any, ...] | None:
+    """The same, whether there is a gradient to make or not."""
+    try:
+        return tuple([t if t is None else _form(t) for t in tensors])
     except (AttributeError, TypeError, RuntimeError):  # no tensor, or one of functorch's or of a fake mode
         return None
 
@@ -248,6 +252,7 @@ def _plain(of: tuple[Address, ...], plain: Callable[..., Any]) -> Launcher:
             at = memoryview(at).cast("Q")
         made = _addresses(outputs)
         there = [0 if a.of is None else at[a.of] if a.of >= 0 else made[~a.of] for a in of]
+        there = [address + a.offset if address else 0 for a, address in zip(of, there)]
         if any([address % a.alignment for a, address in zip(of, there)]):
             return False
         plain(stream, numbers, *[address or a.absent for a, address in zip(of, there)])

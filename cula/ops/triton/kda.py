@@ -22,7 +22,15 @@ find in a table made on the device that they have nothing to do. There are no at
 
 from .decode import decode as kda_decode
 from .decode import record_decode as record_kda_decode
-from .kda_bwd import kda_bwd
-from .kda_fwd import kda_fwd, kda_transition
+from .kda_bwd import kda_bwd, record_kda_bwd
+from .kda_fwd import kda_fwd, kda_transition, record_kda_fwd
 
-__all__ = ["kda_bwd", "kda_decode", "kda_fwd", "kda_transition", "record_kda_decode"]
+__all__ = [
+    "kda_bwd",
+    "kda_decode",
+    "kda_fwd",
+    "kda_transition",
+    "record_kda_bwd",
+    "record_kda_decode",
+    "record_kda_fwd",
+]

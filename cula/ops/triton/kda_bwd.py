@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cula.core.replay.record import LaunchRecord
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 
 from .kda_fwd import copy_state, unpack
 from .kda_launches import IntraTiles, Launches, Segments
+from .recording import record_call
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
@@ -34,6 +36,14 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
     del kept, segments, saved
     dq, dk, dg, dbeta, dA_log, ddt_bias = _intra_bwd(run, tiles, do, h, dh, u, dx)
     return KdaGrads(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0)
+
+
+def record_kda_bwd(
+    problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None
+) -> LaunchRecord | None:
+    """A record for backwards like this one; see `recording.py`. It takes the tensors of x, what was saved, do and dht."""
+    p, given = problem, (*x, *saved, do, dht)
+    return record_call(lambda: kda_bwd(p, x, saved, do, dht), given, p.B * p.T * p.HV, x.q.device)
 
 
 def _intra_bwd(

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from cula.core.constants import CHUNK
 from cula.core.kernels import Forward
+from cula.core.replay.record import LaunchRecord
 from cula.kda.problem import KdaInputs, KdaProblem
 
 from .kda_launches import IntraTiles, Launches, Segments
 from .memory import allocator
+from .recording import record_call
 
 
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
@@ -36,6 +38,14 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
     elif p.needs_grad:
         saved = (None, None, None, *tiles[3:], None, None, *segments)
     return Forward(o, ht, _batched(h, p) if options.return_intermediate_states else None, saved)
+
+
+def record_kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> LaunchRecord | None:
+    """A record for calls like this one; see `recording.py`."""
+    p = problem
+    if p.options.return_intermediate_states:
+        return None
+    return record_call(lambda: kda_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
 
 
 Saved = tuple[IntraTiles, Tensor | None, Tensor | None, Segments]

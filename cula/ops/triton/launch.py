@@ -51,6 +51,8 @@ from cula.core.replay import record
 from cula.core.replay.record import Address, Frame, Launcher
 from cula.core.replay.torch_internals import current_device, current_stream
 
+from .memory import current
+
 logger = logging.getLogger("cula")
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
@@ -139,6 +141,8 @@ class Variant:
         arguments = kernel.in_order(named)
         if not grid:
             return
+        if current.log is not None:
+            current.log.launches.append((self, grid, named))
         first = arguments[0]
         if first is None:
             first = next(t for t in arguments if t is not None)

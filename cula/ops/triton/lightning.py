@@ -38,6 +38,7 @@ import triton
 from torch import Tensor
 
 from cula.core.kernels import Forward
+from cula.core.replay.record import LaunchRecord
 from cula.lightning.problem import LightningInputs, LightningProblem
 
 from .configs import multiprocessors
@@ -46,6 +47,7 @@ from .decode import record_decode as record_lightning_decode
 from .launch import Variant
 from .lightning_recurrence import lightning_recurrence_kernel, lightning_segment_kernel
 from .memory import New, allocator
+from .recording import record_call
 
 # Microseconds on an H200 for K = V = 128, bf16, chunks of 64, fitted to the times of various cuts of T = 1024 to 131072
 # with H = 4 to 64. Only their ratios matter, to weigh segments against whole sequences.
@@ -61,7 +63,14 @@ SEGMENT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHARED_BYTES = {(8, 0): 166912, (8, 7): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376, (12, 1): 101376}
 MOST_SHARED_BYTES = 232448
 
-__all__ = ["lightning_bwd", "lightning_decode", "lightning_fwd", "record_lightning_decode"]
+__all__ = [
+    "lightning_bwd",
+    "lightning_decode",
+    "lightning_fwd",
+    "record_lightning_bwd",
+    "record_lightning_decode",
+    "record_lightning_fwd",
+]
 
 
 @dataclass(frozen=True)
@@ -219,6 +228,22 @@ def lightning_bwd(
     _attend(p, x, (x.k, x.q, do), dv, dht, dh0, new, reverse=True)
     _attend(p, x, (x.v, do, x.q), dk, dht, None, new, is_swapped=True, reverse=True)
     return _sum_groups(dq, x.q), _sum_groups(dk, x.k), dv, None, dh0
+
+
+def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
+    """A record for calls like this one; see `recording.py`."""
+    p = problem
+    return record_call(lambda: lightning_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
+
+
+def record_lightning_bwd(
+    problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
+) -> LaunchRecord | None:
+    """A record for backwards like this one. It takes the tensors of x, do and dht."""
+    p = problem
+    if p.H != p.HV:  # shares of grouped heads are added by torch
+        return None
+    return record_call(lambda: lightning_bwd(p, x, saved, do, dht), (*x, do, dht), p.B * p.T * p.HV, x.q.device)
 
 
 def _sum_groups(shares: Tensor, like: Tensor) -> Tensor:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +22,35 @@ def allocator(device: torch.device) -> New:
 
 
 def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch_internals.empty(shape, _contiguous(shape), dtype)
+    made = torch_internals.empty(shape, _contiguous(shape), dtype)
+    return made if current.log is None else current.log.keep(made)
 
 
 def _elsewhere(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    return made if current.log is None else current.log.keep(made)
+
+
+# What a call allocates and launches, where somebody records it
+
+
+class Log:
+    """New tensors, all kept, and launches: (variant, grid, arguments by name)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.launches: list[tuple[Any, int, dict[str, Any]]] = []
+
+    def keep(self, t: Tensor) -> Tensor:
+        self.tensors.append(t)
+        return t
+
+
+class _Current(threading.local):
+    log: Log | None = None
+
+
+current = _Current()
 
 
 @functools.lru_cache(maxsize=4096)

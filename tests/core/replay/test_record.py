@@ -393,7 +393,7 @@ def test_the_first_that_has_the_words(way):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"outputs": (MADE,) * 5}, {"launches": (print,)}, {"outputs": (7,)}, {"outputs": ("o",)}], ids=str
+    "wrong", [{"outputs": (MADE,) * 11}, {"launches": (print,)}, {"outputs": (7,)}, {"outputs": ("o",)}], ids=str
 )
 def test_launch_records_that_make_no_sense(in_c, on_cpu, wrong):
     given, parts = tensors(), launch_record(Recorder())._replace(**wrong)
