@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from cula.core.constants import CHUNK
+
 # Sizes of a batch are B and T, those of packed sequences T and N.
 FIRST, SECOND = 1, 2
 NUM_SERVING = 5  # tensors of a call behind the family's inputs, of which the first is `out`
+
+CAPACITY = 1 << 16  # schedules
 
 ProblemT = TypeVar("ProblemT")
 
@@ -34,11 +39,24 @@ def prefill_labels(
     return (*(labels(name, t) for name, t in zip(x._fields, x)), of_out, *(None,) * (NUM_SERVING - 1))
 
 
-def resized(problem: ProblemT, is_packed: bool, first: int, second: int) -> ProblemT | None:
-    """The problem with other sizes, made in a microsecond; None where there is no token."""
-    B, T, N = (1, first, second) if is_packed else (first, second, first)
-    if not (T and N):
-        return None
+def resized(problem: ProblemT, B: int, T: int, N: int) -> ProblemT:
+    """The problem with other sizes, made in a microsecond."""
     other = object.__new__(type(problem))
     other.__dict__.update(problem.__dict__, B=B, T=T, N=N)
     return other
+
+
+def by_chunks(function: Callable[[int, int, int], Any]) -> Callable[[int, int, int], Any]:
+    """A function of B, T and N that asks another of the same once for each number of chunks: T counts by the chunks that it fills
+    and begins. Schedules depend on no more, and a new length then seldom costs a new schedule."""
+    known: dict[tuple[int, int, int], Any] = {}
+
+    def of(B: int, T: int, N: int) -> Any:
+        key = (B, N, 2 * (T // CHUNK) + (T % CHUNK > 0))
+        if key not in known:
+            if len(known) >= CAPACITY:
+                known.clear()
+            known[key] = function(B, T, N)
+        return known[key]
+
+    return of

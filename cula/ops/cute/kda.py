@@ -19,7 +19,7 @@ from cula.core.constants import CHUNK
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import prefill_labels, resized
+from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaInputs, KdaProblem
@@ -38,6 +38,8 @@ from cula.ops.cute.toolchain.loader import load
 __all__ = ["how", "kda_decode", "kda_fwd", "record_kda_decode", "record_kda_fwd", "run", "variant", "why_not"]
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
+NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -54,22 +56,14 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in SHORT:
             return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
-    too_long = why_too_long(p)
-    if too_long is not None:
-        return too_long
+    if p.B * p.T // CHUNK + p.N >= MOST_CHUNKS:
+        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
+    if (p.B * p.T + CHUNK * p.N) * p.HV >= MOST_ROWS:
+        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
     if p.options.return_intermediate_states:
         return "does not return intermediate states"
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
-    return None
-
-
-def why_too_long(p: KdaProblem) -> str | None:
-    """What the kernels' counts do not hold."""
-    if p.B * p.T // CHUNK + p.N >= 2**16:
-        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
-    if (p.B * p.T + CHUNK * p.N) * p.HV >= 2**25:
-        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
     return None
 
 
@@ -161,22 +155,32 @@ def _resize(
     p: KdaProblem, device: torch.device, is_fused: bool, makes_o: bool, place_of_out: int
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    num_sms = sms_of(device)
-    has_ht, HV = p.options.output_final_state, p.HV
-    of_o, of_ht = (p.HV * V, V, 1), (HV * V * K, V * K, K, 1)
+    num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
+    has_ht, of_ht = p.options.output_final_state, (HV * V * K, V * K, K, 1)
 
-    def resize(first: int, second: int) -> Resized | None:
-        other = resized(p, p.is_packed, first, second)
-        if other is None or why_too_long(other) is not None:
-            return None
+    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
+        """The schedule's arguments and the workspace; None where other kernels serve such a call."""
+        other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
         if made.is_fused != is_fused:
             return None
-        B, T, N = other.B, other.T, other.N
-        o = ((B, T, HV, V), (T * of_o[0], *of_o), torch.bfloat16) if makes_o else place_of_out
-        ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
         work = None if is_fused else workspace(device.index, made.workspace_bytes(HV))
-        return Resized(tuple(_sizes(other, made).values()), (o, ht), work)
+        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], work
+
+    scheduled = by_chunks(schedule_of)
+
+    def resize(first: int, second: int) -> Resized | None:
+        B, T, N = (1, first, second) if is_packed else (first, second, first)
+        tokens = B * T
+        if not (tokens and N) or tokens // CHUNK + N >= MOST_CHUNKS or (tokens + CHUNK * N) * HV >= MOST_ROWS:
+            return None
+        found = scheduled(B, T, N)
+        if found is None:
+            return None
+        numbers, work = found
+        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), torch.bfloat16) if makes_o else place_of_out
+        ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
+        return Resized((tokens, N, 0 if is_packed else T, *numbers), (o, ht), work)
 
     return resize
 

@@ -18,7 +18,7 @@ from cula.core.checks import word
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import prefill_labels, resized
+from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
@@ -44,6 +44,7 @@ __all__ = [
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
+NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, num_seqs, length
 STATE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -139,17 +140,28 @@ def _resize(
     p: LightningProblem, dtype: torch.dtype, device: torch.device, schedule: Schedule, place_of_out: int | None
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    num_sms = sms_of(device)
+    num_sms, is_packed, HV, K, V = sms_of(device), p.is_packed, p.HV, p.K, p.V
+    has_ht, of_ht = p.options.output_final_state, (HV * V * K, V * K, K, 1)
+
+    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
+        """The schedule's arguments and the workspace; None where other kernels serve such a call."""
+        other = resized(p, B, T, N)
+        made = choose_schedule(other, num_sms)
+        if made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
+            return None
+        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], _seeds(other, device, made)
+
+    scheduled = by_chunks(schedule_of)
 
     def resize(first: int, second: int) -> Resized | None:
-        other = resized(p, p.is_packed, first, second)
-        made = None if other is None else choose_schedule(other, num_sms)
-        if other is None or made is None or made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
+        B, T, N = (1, first, second) if is_packed else (first, second, first)
+        found = scheduled(B, T, N) if T and N else None
+        if found is None:
             return None
-        B, T, N, HV, K, V = other.B, other.T, other.N, p.HV, p.K, p.V
+        numbers, seeds = found
         o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), dtype) if place_of_out is None else place_of_out
-        ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if p.options.output_final_state else None
-        return Resized(tuple(_sizes(other, made).values()), (o, ht), _seeds(other, device, made))
+        ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
+        return Resized((B * T, N, 0 if is_packed else T, *numbers), (o, ht), seeds)
 
     return resize
 

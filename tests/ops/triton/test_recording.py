@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written down of a call: whose memory each launch is given. Without a GPU: variants that only note what they are told."""
+"""What is written down of a call: whose memory each launch is given. Without a GPU: variants that only note what comes."""
 
 from types import SimpleNamespace
 
