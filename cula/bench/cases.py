@@ -21,6 +21,8 @@ FLAGS = {
     "ht": "return the last state",
     "scalar": "one gate a head (gated delta rule) instead of one a channel",
 }
+# What a case of the suite "api" does beyond repeating one call.
+HOST_MODES = {"host": "", "host-o": "makes o", "host-lengths": "another length each time", "host-pool": "on a pool"}
 ALL_FLAGS = ("gate", "sigmoid", "norm", "h0", "ht")
 
 
@@ -42,7 +44,7 @@ class Case:
     dtype: str = "bfloat16"
     flags: tuple[str, ...] = ALL_FLAGS
     packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
-    mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: "host", or for a decode that makes its output "host-o"
+    mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: one of HOST_MODES
     pool: str = "float32"  # decode: the dtype of the states
 
     def __post_init__(self) -> None:
@@ -110,8 +112,10 @@ class Case:
         if self.has("scalar"):
             parts.append("one gate a head")
         if self.is_decode and self.is_host:
-            parts.append("makes o" if self.mode == "host-o" else "out=")
-        elif self.mode not in ("", "host"):
+            parts.append(HOST_MODES[self.mode] or "out=")
+        elif self.mode in HOST_MODES:
+            parts += [HOST_MODES[self.mode]] if HOST_MODES[self.mode] else []
+        elif self.mode:
             parts.append(self.mode)
         return ", ".join(parts)
 

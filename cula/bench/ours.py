@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ import cula
 from cula.bench.cases import Case
 from cula.bench.check import Outputs
 from cula.bench.family import Leaves, bench_of
-from cula.bench.inputs import Inputs
+from cula.bench.inputs import Inputs, make
 from cula.bench.peers import Call, Peer, read_pair, training_call
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
+
+NUM_LENGTHS = 63  # of calls whose length changes each time, beside that of the case
 
 
 class Cula(Peer):
@@ -45,8 +49,23 @@ class Cula(Peer):
 
         if x.case.is_train:
             return training_call(x, forward)
+        if x.case.mode == "host-lengths":
+            return self._of_many_lengths(x)
         function, args, options = self.call(x)
         return Call(lambda: function(*args, **options), read_pair)
+
+    def _of_many_lengths(self, x: Inputs) -> Call:
+        """Calls of lengths around the case's in turn, beginning with its own: as a serving engine makes them."""
+        (length,) = x.case.lens
+        lengths = [length // 2 + i * length // NUM_LENGTHS for i in torch.randperm(NUM_LENGTHS).tolist()]
+        inputs = [x, *(make(replace(x.case, lens=(n,)), x.device) for n in lengths)]
+        in_turn = itertools.cycle([self.call(one) for one in inputs])
+
+        def run() -> Any:
+            function, args, options = next(in_turn)
+            return function(*args, **options)
+
+        return Call(run, read_pair, f"{NUM_LENGTHS + 1} lengths in turn, {min(lengths)} to {max(lengths)} tokens")
 
     def call(self, x: Inputs, leaves: Leaves | None = None) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The call in cuLA's own words: function of level 1, arguments, keywords."""
@@ -58,6 +77,9 @@ class Cula(Peer):
             return cula.cula_decode, (t["q"], t["k"], t["v"], t["h0"]), options
         args, own = bench.call(x, t)
         options |= {"initial_state": t["h0"], "output_final_state": case.has("ht"), **own}
+        if case.mode == "host-pool":
+            pool = options.pop("initial_state").clone()
+            options |= {"state_pool": pool, "initial_state_indices": torch.arange(len(pool), device=x.device)}
         if case.packed:
             options["cu_seqlens"] = x.cu_seqlens
         return FAMILIES[case.family].load_entry(), args, options

@@ -61,7 +61,11 @@ def run(
     seconds_before = result["seconds"]
     contenders = [Cula(settings.backend), *(p for p in settings.peers if p.missing() is None)]
     names = {c.name for c in contenders}
-    done = {row["id"] for row in result["rows"] if row["suite"] == "dist" or names <= measured(row)}
+    done = {
+        row["id"]
+        for row in result["rows"]
+        if row["suite"] == "dist" or names <= measured(row) or row["case"]["mode"] in ("host-lengths", "host-pool")
+    }
     todo = [c for c in cases if c.id not in done]
     if settings.tune_ms is not None and settings.device.type == "cuda":
         timing.tune_for(*settings.tune_ms)
@@ -123,7 +127,7 @@ def measure(case: Case, settings: Settings, contenders: Sequence[Peer], bandwidt
     if case.suite == "dist":
         entries = _dist_entries(x, settings, want, part)
     else:
-        for contender in contenders:
+        for contender in contenders if case.mode not in ("host-lengths", "host-pool") else contenders[:1]:
             entries[contender.name] = _entry(contender, x, want, part)
             _free(device)
     ours = contenders[0]

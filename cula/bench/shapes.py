@@ -38,6 +38,8 @@ def decode_cases(op: str, gate: str, is_gpu: bool) -> list[Case]:
 def host_cases(ops: Sequence[str], decode: str, gate: str, is_gpu: bool) -> list[Case]:
     """The suite "api" of a family: calls so small that the host's time is all there is."""
     cases = [Case("api", op, (64,), 4, 4, gate=gate, mode="host") for op in ops]
+    again = [replace(c, mode=mode) for c in cases[:1] for mode in ("host-lengths", "host-pool")]
+    cases += [again[0], replace(again[1], flags=tuple(f for f in again[1].flags if f != "ht"))]
     cases += [Case("api", decode, (1,), 4, 4, gate=gate, mode=mode) for mode in ("host", "host-o")]
     return cases if is_gpu else [replace(c, K=32, V=32, dtype="float32") for c in cases]
 

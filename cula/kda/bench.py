@@ -58,7 +58,8 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
         return decode_cases("kda_decode", "fast", is_gpu)
     if suite == "api":
         small = host_cases(("kda_prefill", "kda_train"), "kda_decode", "fast", is_gpu)
-        return [*small[:2], replace(small[0], lens=(1024,)), *small[2:]]  # 1024 tokens: on Hopper split, where 64 are fused
+        longer = replace(small[0], lens=(1024,))  # on Hopper split, where 64 tokens are fused
+        return [*small[:2], longer, replace(longer, mode="host-lengths"), *small[2:]]
     return _on_gpu(suite) if is_gpu else on_cpu(_small(suite))
 
 
