@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.decode import decode, decode_inputs
+from cula.core.decode import call_decode
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
-from cula.core.problem import DecodeOptions
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
+
+NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
+STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 
 __all__ = ["cula_decode", "cula_kda", "cula_lightning", "explain"]
 
@@ -99,32 +101,20 @@ def cula_decode(
         torch.Size([3, 1, 2, 32])
     """
     who = "cula_decode"
-    checks.check_choice(who, "null_index", null_index, ("negative", "nonpositive"))
-    checks.check_choice(who, "state_layout", state_layout, ("vk", "kv"))
-    given = {
-        "state_indices": state_indices,
-        "g": g,
-        "beta": beta,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "decay": decay,
-        "num_accepted_tokens": num_accepted_tokens,
-        "intermediate_states": intermediate_states,
-        "out": out,
-    }
-    family, x = decode_inputs(mode, q, k, v, state, given, kwargs, who)
-    options = DecodeOptions(
-        scale,
-        lower_bound,
-        use_gate_in_kernel,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        null_index == "nonpositive",
-        commit,
-        state_layout == "kv",
-    )
-    return decode(family, x, options, device=device, backend=backend, extra=kwargs)
+    try:
+        null_is_nonpositive, state_is_kv = NULL_INDICES[null_index], STATE_LAYOUTS[state_layout]
+    except (KeyError, TypeError):
+        checks.check_choice(who, "null_index", null_index, tuple(NULL_INDICES))
+        checks.check_choice(who, "state_layout", state_layout, tuple(STATE_LAYOUTS))
+        raise
+    tensors = (
+        q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out
+    )  # fmt: skip
+    options = (
+        scale, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        null_is_nonpositive, commit, state_is_kv,
+    )  # fmt: skip
+    return call_decode(mode, tensors, options, device, backend, kwargs, who)
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Choice:

@@ -6,6 +6,9 @@ A call has N rows of T tokens each; a packed call `[1, N, H, K]` is N rows of on
 
 from __future__ import annotations
 
+import functools
+import operator as operators
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -236,23 +239,74 @@ def check_values(request: DecodeRequest) -> None:
         request.family.decode.check_values(x, p, who)
 
 
-def decode_inputs(
-    mode: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, given: dict[str, Any], extra: dict[str, Any], who: str
-) -> tuple[Family, Any]:
-    """The family that a mode names, and its inputs from the tensors given by name; refuses those of other families.
+# The tensors of `cula_decode`, of which each family takes those that it has.
+CALL_FIELDS = (
+    "q", "k", "v", "state", "state_indices", "g", "beta", "A_log", "dt_bias", "decay",
+    "num_accepted_tokens", "intermediate_states", "out",
+)  # fmt: skip
 
-    What the family has a name for is taken out of `extra`.
-    """
+
+def call_decode(
+    mode: str,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    device: torch.device | str | None,
+    backend: str,
+    extra: dict[str, Any],
+    who: str,
+) -> Any:
+    """`decode` for `cula_decode`: takes plain tuples, of `CALL_FIELDS` and of `DecodeOptions`, so that a call seen before makes
+    no others. Tensors of a family that have no name among the fields are taken out of `extra`."""
     family = FAMILIES.get(mode)
     traits: Decode | None = None if family is None else family.decode
     if family is None or traits is None:
         known = [name for name, f in FAMILIES.items() if f.decode is not None]
         raise ValueError(f"{who}: mode is {mode!r}; expected one of {known}")
-    if extra:
-        given |= {name: extra.pop(name) for name in traits.own if name in extra}
-    strays = [name for name, t in given.items() if t is not None and name not in traits.Inputs._fields]
-    for name in strays:
-        takers = [f"{f.name!r}" for f in FAMILIES.values() if f.decode is not None and name in f.decode.own]
-        own = " and ".join(f"{n}=" for n in traits.own[:2])
-        raise ValueError(f"{who}: {name}= belongs to mode {' or '.join(takers) or 'no family'}; mode {mode!r} takes {own}")
-    return family, traits.Inputs(q, k, v, state, **{name: given[name] for name in traits.Inputs._fields[4:] if name in given})
+    if extra or is_dynamo_compiling() or is_explaining.get():
+        return decode(
+            family,
+            _named_inputs(family, tensors, extra, who),
+            DecodeOptions(*options),
+            device=device,
+            backend=backend,
+            extra=extra,
+            who=who,
+        )
+    pick, strays = _picks(traits.Inputs)
+    for i in strays:
+        if tensors[i] is not None:
+            raise _stray(family, CALL_FIELDS[i], who)
+    done = traits.replay.run(pick(tensors), (options, device, backend))
+    if done is not None and done is not NotImplemented:
+        return done
+    return decode(family, traits.Inputs(*pick(tensors)), DecodeOptions(*options), device=device, backend=backend, who=who)
+
+
+@functools.cache
+def _picks(Inputs: Any) -> tuple[Callable[[tuple[Any, ...]], tuple[Any, ...]], tuple[int, ...]]:
+    """How a family's inputs are picked from the call's, and the places of those that are none of its own."""
+    places = [CALL_FIELDS.index(name) if name in CALL_FIELDS else len(CALL_FIELDS) for name in Inputs._fields]
+    strays = tuple(i for i, name in enumerate(CALL_FIELDS) if name not in Inputs._fields)
+    pick = operators.itemgetter(*places)
+    if len(CALL_FIELDS) in places:  # a name that the call does not have: None, as long as it is not given
+        return (lambda tensors: pick((*tensors, None))), strays
+    return pick, strays
+
+
+def _named_inputs(family: Family, tensors: tuple[Tensor | None, ...], extra: dict[str, Any], who: str) -> Any:
+    """The family's inputs, with its own among the extra keywords."""
+    assert family.decode is not None
+    Inputs = family.decode.Inputs
+    given = {name: t for name, t in zip(CALL_FIELDS, tensors) if t is not None}
+    given |= {name: extra.pop(name) for name in family.decode.own if name in extra}
+    for name in given:
+        if name not in Inputs._fields:
+            raise _stray(family, name, who)
+    return Inputs(*[given.get(name) for name in Inputs._fields])
+
+
+def _stray(family: Family, name: str, who: str) -> ValueError:
+    takers = [f"{f.name!r}" for f in FAMILIES.values() if f.decode is not None and name in f.decode.own]
+    assert family.decode is not None
+    own = " and ".join(f"{n}=" for n in family.decode.own[:2])
+    return ValueError(f"{who}: {name}= belongs to mode {' or '.join(takers) or 'no family'}; mode {family.name!r} takes {own}")

@@ -55,6 +55,35 @@ class Request(NamedTuple):
     who: str
 
 
+def call_prefill(
+    family: Family,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    checkpoint_every: int | None,
+    device: torch.device | str | None,
+    backend: str,
+    extra: dict[str, Any],
+) -> Any:
+    """`prefill` for functions of level 1: takes plain tuples, of the family's `Inputs` and `Serving` together and of its
+    `Options`, so that a call seen before makes no others."""
+    if not (extra or checkpoint_every or tensors[-1] is not None or is_dynamo_compiling() or is_explaining.get()):
+        done = family.replay.run(tensors, (options, device, backend))
+        if done is not None and done is not NotImplemented:
+            return done
+    count = len(family.Inputs._fields)
+    x, serving = family.Inputs(*tensors[:count]), Serving(*tensors[count:])
+    return prefill(
+        family,
+        x,
+        family.Options(*options),
+        serving,
+        checkpoint_every=checkpoint_every,
+        device=device,
+        backend=backend,
+        extra=extra,
+    )
+
+
 def prefill(
     family: Family,
     x: Any,

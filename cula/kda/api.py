@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cula.core.cp_context import from_cp_context
 from cula.core.pool import Serving
-from cula.core.prefill import prefill
+from cula.core.prefill import call_prefill
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaInputs, KdaOptions
 
@@ -99,22 +99,15 @@ def cula_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
-    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    serving = Serving(out, state_pool, initial_state_indices, has_initial_state, checkpoint_states)
-    options = KdaOptions(
-        scale,
-        lower_bound,
-        use_gate_in_kernel,
-        safe_gate,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        output_final_state,
-        return_intermediate_states,
-        disable_recompute,
-    )
-    if cp_context is not None:
-        return from_cp_context(FAMILY, x, options, serving, checkpoint_every, cp_context, device, backend, kwargs)
-    return prefill(
-        FAMILY, x, options, serving, checkpoint_every=checkpoint_every, device=device, backend=backend, extra=kwargs
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,  # KdaInputs
+        out, state_pool, initial_state_indices, has_initial_state, checkpoint_states,  # Serving
     )  # fmt: skip
+    options = (
+        scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        output_final_state, return_intermediate_states, disable_recompute,
+    )  # fmt: skip
+    if cp_context is not None:
+        x, serving = KdaInputs(*tensors[:9]), Serving(*tensors[9:])
+        return from_cp_context(FAMILY, x, KdaOptions(*options), serving, checkpoint_every, cp_context, device, backend, kwargs)
+    return call_prefill(FAMILY, tensors, options, checkpoint_every, device, backend, kwargs)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from cula.core.constants import CHUNK
-from cula.core.pool import Serving
-from cula.core.prefill import prefill
+from cula.core.prefill import call_prefill
 from cula.lightning.family import FAMILY
-from cula.lightning.problem import LightningInputs, LightningOptions
 
 
 def cula_lightning(
@@ -69,7 +67,8 @@ def cula_lightning(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
-    x = LightningInputs(Q, K, V, decay, initial_state, cu_seqlens)
-    serving = Serving(out, state_pool, initial_state_indices, has_initial_state)
-    options = LightningOptions(scale, chunk_size, output_final_state)
-    return prefill(FAMILY, x, options, serving, device=device, backend=backend, extra=kwargs)
+    tensors = (
+        Q, K, V, decay, initial_state, cu_seqlens,  # LightningInputs
+        out, state_pool, initial_state_indices, has_initial_state, None,  # Serving
+    )  # fmt: skip
+    return call_prefill(FAMILY, tensors, (scale, chunk_size, output_final_state), None, device, backend, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-import tests.madeup  # noqa: F401  registers
+import tests.madeup.register  # noqa: F401
 from cula.reference import relative_error
 from tests.madeup.calls import tensors
 from tests.madeup.family import cula_fading_cp, reference

@@ -144,7 +144,7 @@ def test_kda_by_record_is_kda(on_cpu, monkeypatch, with_states):
     monkeypatch.setattr(known, "run", lambda tensors, static_args: taken.append(2) or NotImplemented)  # none: the long way
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
-    assert taken == [1, 2]
+    assert taken[0] == 1 and set(taken[1:]) == {2}
 
 
 # On a GPU
