@@ -83,6 +83,19 @@ def test_a_failure_is_said_and_not_kept(gpu):
         assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
 
 
+def test_explaining_a_call_starts_nothing(gpu):
+    """It goes by what this machine has found before; until then the kernel is named, which will compare itself."""
+    made = gpu(error=3e-2)
+    assert choose("kda_fwd", BLACKWELL, may_run=False).name == "cute_sm100"
+    assert not made
+    choose("kda_fwd", BLACKWELL)
+    assert len(made) == 1
+    gpu(error=0.0)
+    reason = dict(choose("kda_fwd", BLACKWELL, may_run=False).passed_over)["cute_sm100"]
+    assert "differs from the torch backend by 3.0e-02" in reason
+    assert len(made) == 1
+
+
 def test_it_can_be_switched_off(gpu, monkeypatch):
     made = gpu(error=1.0)
     monkeypatch.setenv("CULA_SELF_CHECK", "0")
