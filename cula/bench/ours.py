@@ -79,7 +79,7 @@ class Cula(Peer):
         options |= {"initial_state": t["h0"], "output_final_state": case.has("ht"), **own}
         if case.mode == "host-pool":
             pool = options.pop("initial_state").clone()
-            options |= {"state_pool": pool, "initial_state_indices": torch.arange(len(pool), device=x.device)}
+            options |= {"state_pool": pool, "initial_state_indices": torch.arange(len(pool), dtype=torch.int32, device=x.device)}
         if case.packed:
             options["cu_seqlens"] = x.cu_seqlens
         return FAMILIES[case.family].load_entry(), args, options

@@ -12,7 +12,9 @@ A backend is a package under `cula/ops/` with a module for each family that it s
 | `kda_state_grad(problem, x, do, dht=None)`      | `d_initial_state` and nothing else                               |
 | `kda_fwd_pool(problem, x, pool, out=None)`      | o; states come from a pool's slots and go there                  |
 | `pool_why_not(problem)`                         | why `kda_fwd_pool` does not serve a call, or None                |
-| `record_kda_fwd(problem, x, out)`               | a `LaunchRecord` for calls like this one, or None                |
+| `record_kda_fwd(problem, x, out)`,              | a `LaunchRecord` for calls like this one, or None                |
+| `record_kda_fwd_pool(problem, x, pool, out)`    |                                                                  |
+| `record_kda_bwd(problem, x, saved, do, dht)`    | the same for a backward; takes x, what was saved, do and dht     |
 | `kda_decode(problem, x)`                        | `o [N, T, HV, V]`; writes x.state, x.intermediate_states, x.out  |
 | `record_kda_decode(problem, x, given)`          | a `LaunchRecord` for calls like this one, or None                |
 | `why_not(op, problem)`                          | why `op` of this module does not serve a call, or None           |

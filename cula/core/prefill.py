@@ -214,6 +214,18 @@ def execute(request: Request, choice: Choice) -> Any:
     return (o, final_state, states) if getattr(options, "return_intermediate_states", False) else (o, final_state)
 
 
+def _launch_record(request: Request, choice: Choice) -> Any:
+    """The backend's record of a call, where it makes one for it."""
+    name, pool, out = request.family.name, request.serving.pool, request.serving.out
+    if pool is None:
+        make = choice.backend.find(name, f"record_{name}_fwd")
+        return None if make is None else make(request.problem, request.x, out)
+    if choice.pool != IN_PLACE or request.options.output_final_state:
+        return None
+    make = choice.backend.find(name, f"record_{name}_fwd_pool")
+    return None if make is None else make(request.problem, request.x, pool, out)
+
+
 def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -> Any:
     """What makes calls like this one: a record of launches where the backend has one for it, otherwise the chosen kernels without
     a choice, and without checks where those left every tensor as it came. A record takes tensors as they come, so it is for calls
@@ -221,11 +233,8 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
     family, x = request.family, request.x
     is_copied = any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(x, given))
     is_as_given = all(a is b for a, b in zip(x, given))
-    if request.serving.pool is None and not is_copied:
-        make = choice.backend.find(family.name, f"record_{family.name}_fwd")
-        made = None if make is None else make(request.problem, x, request.serving.out)
-        if made is not None:
-            return made
+    if not is_copied and (made := _launch_record(request, choice)) is not None:
+        return made
 
     def again(tensors: tuple[Tensor | None, ...]) -> Any:
         count = len(x)

@@ -12,7 +12,6 @@ from cula.core.constants import CHUNK
 
 # Sizes of a batch are B and T, those of packed sequences T and N.
 FIRST, SECOND = 1, 2
-NUM_SERVING = 5  # tensors of a call behind the family's inputs, of which the first is `out`
 
 CAPACITY = 1 << 16  # schedules
 
@@ -20,9 +19,10 @@ ProblemT = TypeVar("ProblemT")
 
 
 def prefill_labels(
-    x: Any, out: Tensor | None, token_inputs: tuple[str, ...], is_packed: bool
+    x: Any, out: Tensor | None, token_inputs: tuple[str, ...], is_packed: bool, has_pool: bool = False
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """Labels for the tensors of a call, in order: the family's inputs, `out`, and four that such a call does not have."""
+    """Labels for the tensors of a call, in order: the family's inputs, and those of `Serving`: `out`, a pool and the slots of its
+    sequences, and two that such a call does not have."""
     of_tokens = (0, FIRST) if is_packed else (FIRST, SECOND)
     of_sequences = SECOND if is_packed else FIRST
 
@@ -36,7 +36,8 @@ def prefill_labels(
         return (-of_sequences,) if name == "cu_seqlens" else None
 
     of_out = None if out is None else (*of_tokens, 0, 0)
-    return (*(labels(name, t) for name, t in zip(x._fields, x)), of_out, *(None,) * (NUM_SERVING - 1))
+    of_slots = (of_sequences,) if has_pool else None
+    return (*(labels(name, t) for name, t in zip(x._fields, x)), of_out, None, of_slots, None, None)
 
 
 def resized(problem: ProblemT, B: int, T: int, N: int) -> ProblemT:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cula.core.checks import word
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
+from cula.core.pool import Serving
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
@@ -38,6 +39,7 @@ __all__ = [
     "pool_why_not",
     "record_lightning_decode",
     "record_lightning_fwd",
+    "record_lightning_fwd_pool",
     "run",
     "why_not",
 ]
@@ -123,25 +125,53 @@ def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Ten
     ht = _final_state(p, x)
     if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
+    sources: dict[str, int | None] = {"h0": x._fields.index("initial_state"), "ht": ~1, "read_from": None, "write_to": None}
+    return _record(p, x, sources, (x.initial_state, ht), o, out, ht)
+
+
+def record_lightning_fwd_pool(
+    problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None
+) -> LaunchRecord | None:
+    """The same for `lightning_fwd_pool`; None where the kernel cannot read the indices as they are."""
+    p, indices = problem, pool.indices
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.q.device) if out is None else out
+    is_readable = indices.dtype == torch.int32 and indices.is_contiguous() and pool.has_initial_state is None
+    if not is_readable or any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
+        return None
+    states, slots = len(x) + Serving._fields.index("state_pool"), len(x) + Serving._fields.index("initial_state_indices")
+    sources: dict[str, int | None] = {"h0": states, "ht": states, "read_from": slots, "write_to": slots}
+    return _record(p, x, sources, (pool.states, pool.states), o, out, None)
+
+
+def _record(
+    p: LightningProblem,
+    x: LightningInputs,
+    of_states: dict[str, int | None],
+    states: tuple[Tensor | None, Tensor | None],
+    o: Tensor,
+    out: Tensor | None,
+    ht: Tensor | None,
+) -> LaunchRecord:
+    """A record whose states, first and last, come from where `of_states` says; ht is one that it makes."""
+    device, is_indexed = x.q.device, of_states["write_to"] is not None
     schedule, of = _schedule_on(p, device), x._fields.index
-    sources: dict[str, int | None] = {name: of(name) for name in ("q", "k", "v", "decay", "cu_seqlens")}
-    sources |= {"o": ~0, "h0": of("initial_state"), "ht": ~1, "seeds": ~2 if schedule.segment else None}
-    sources |= {"read_from": None, "write_to": None}
-    numbers = _numbers(p, x, schedule, o, x.initial_state, ht, False)
-    varying = tuple(_sizes(p, schedule))
-    launches = tuple(record(LIGHTNING, kernel, sources, numbers, varying) for kernel in _kernels(schedule, ht))
+    sources = of_states | {name: of(name) for name in ("q", "k", "v", "decay", "cu_seqlens")}
+    sources |= {"o": ~0, "seeds": ~2 if schedule.segment else None}
+    numbers, varying = _numbers(p, x, schedule, o, *states, is_indexed), tuple(_sizes(p, schedule))
+    kernels = _kernels(schedule, states[0] if states[0] is not None else states[1])
+    launches = tuple(record(LIGHTNING, kernel, sources, numbers, varying) for kernel in kernels)
     outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    labels = prefill_labels(x, out, ("q", "k", "v"), p.is_packed)
-    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, None if out is None else len(x)))
+    labels = prefill_labels(x, out, ("q", "k", "v"), p.is_packed, is_indexed)
+    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, None if out is None else len(x), ht is not None))
     return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
 
 
 def _resize(
-    p: LightningProblem, dtype: torch.dtype, device: torch.device, schedule: Schedule, place_of_out: int | None
+    p: LightningProblem, dtype: torch.dtype, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
     num_sms, is_packed, HV, K, V = sms_of(device), p.is_packed, p.HV, p.K, p.V
-    has_ht, of_ht = p.options.output_final_state, (HV * V * K, V * K, K, 1)
+    of_ht = (HV * V * K, V * K, K, 1)
 
     def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
         """The schedule's arguments and the workspace; None where other kernels serve such a call."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-L2_EPS = 1e-6
+from cula.core.constants import L2_NORM_EPS
 
 
 def l2_normalise(x: Tensor) -> tuple[Tensor, Tensor]:
     """y = x r with r = (sum x^2 + eps)^-1/2 over the last dimension; returns (y, r)."""
-    r = torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+    r = torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_NORM_EPS)
     return x * r, r
 
 

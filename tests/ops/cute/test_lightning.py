@@ -271,6 +271,28 @@ def test_a_recorded_launch_is_that_of_a_call(launched, monkeypatch, name):
         assert [a for i, a in enumerate(before) if i not in fresh] == [a for i, a in enumerate(after) if i not in fresh]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recorded_launch_on_a_pool_is_that_of_a_call(launched, monkeypatch, dtype):
+    force(monkeypatch, 1)
+    states = torch.zeros(9, 2, 128, 128, dtype=dtype)
+    again = None
+    for lens in ((300, 64), (7,) * 5):
+        call = LightningCall(lens=lens, dtype=torch.bfloat16, H=1, HV=2, K=128, V=128, initial_state=False)
+        p, x = check_lightning(LightningInputs(**call.tensors("cpu")), LightningOptions(output_final_state=True))
+        slots = torch.arange(len(lens), dtype=torch.int32)
+        pool, out = Pool(states, slots, None), torch.empty_like(x.v)
+        lightning.lightning_fwd_pool(p, x, pool, out)
+        given = (*x, out, states, slots, None, None)
+        if again is None:
+            again = record.replayer(given, lightning.record_lightning_fwd_pool(p, x, pool, out))
+        o, state = again(given)
+        assert o is out and state is None
+        before, after = launched
+        assert before == after
+        launched.clear()
+    assert lightning.record_lightning_fwd_pool(p, x, Pool(states, slots.long(), None), out) is None
+
+
 @pytest.mark.parametrize("per_seq", [1, 3])
 def test_a_recorded_launch_serves_other_lengths(launched, monkeypatch, per_seq):
     force(monkeypatch, per_seq)
