@@ -8,7 +8,7 @@ follow a call from here to its launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from cula.core.family import FAMILIES
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
 
+Mode = Literal["kda", "lightning"]  # what `cula_decode` decodes
 NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
 STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 
@@ -33,7 +34,7 @@ def cula_decode(
     v: Tensor,
     state: Tensor,
     *,
-    mode: str = "kda",
+    mode: Mode = "kda",
     state_indices: Tensor | None = None,
     scale: float | None = None,
     device: torch.device | str | None = None,
@@ -50,9 +51,9 @@ def cula_decode(
     num_accepted_tokens: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     out: Tensor | None = None,
-    null_index: str = "negative",
+    null_index: Literal["negative", "nonpositive"] = "negative",
     commit: bool = True,
-    state_layout: str = "vk",
+    state_layout: Literal["vk", "kv"] = "vk",
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -38,12 +37,11 @@ class Decode:
     # (inputs, options, dims, who) -> (the family's own tensors, normalised; fields of DecodeProblem that are its own)
     check: Callable[[Any, DecodeOptions, Any, str], tuple[dict[str, Tensor | None], dict[str, Any]]]
     check_values: Callable[[Any, DecodeProblem, str], None]
+    own: tuple[str, ...] = field(init=False)  # names of the family's own tensors
     replay: ReplayCache = field(default_factory=ReplayCache, compare=False)
 
-    @cached_property
-    def own(self) -> tuple[str, ...]:
-        """The names of the family's own tensors."""
-        return self.Inputs._fields[5:-3]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", self.Inputs._fields[5:-3])
 
 
 @dataclass(frozen=True)
@@ -62,20 +60,14 @@ class Family:
     bench: str = ""  # module with its benchmark, "cula.kda.bench"
     replay: ReplayCache = field(default_factory=ReplayCache, compare=False)
     chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
+    function: str = field(init=False)  # how errors call it: "cula_kda"
+    encoding: Encoding = field(init=False)  # of its options, for operators
+    keeps_states: bool = field(init=False)  # it can return the states at chunk starts, which checkpoints are taken from
 
-    @cached_property
-    def function(self) -> str:
-        """How errors call it: "cula_kda"."""
-        return self.entry.partition(":")[2]
-
-    @cached_property
-    def encoding(self) -> Encoding:
-        return encoding_of(self.Options)
-
-    @cached_property
-    def keeps_states(self) -> bool:
-        """Whether it can return the states at chunk starts, which checkpoints are taken from."""
-        return "return_intermediate_states" in self.Options._fields
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", self.entry.partition(":")[2])
+        object.__setattr__(self, "encoding", encoding_of(self.Options))
+        object.__setattr__(self, "keeps_states", "return_intermediate_states" in self.Options._fields)
 
     def load_entry(self) -> Callable[..., Any]:
         module, _, name = self.entry.partition(":")

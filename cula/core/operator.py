@@ -20,6 +20,7 @@ backward are the same backend's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,20 +215,24 @@ def _define_prefill(family: Family) -> None:
         x, options, (device, _, who, trains) = split(args)
         return _fake_outputs(describe(family, x, options, NOTHING_TO_SERVE, None, device, who, trains), has_out=False)
 
-    @custom_op(f"cula::{name}_bwd", mutates_args=(), schema=f"(Tensor do, Tensor? dht, {arguments}) -> Tensor[]")
-    def backward_op(do: Tensor, dht: Tensor | None, *args: Any) -> list[Tensor]:
+    @custom_op(f"cula::{name}_bwd", mutates_args=(), schema=f"(Tensor do, Tensor? dht, str wanted, {arguments}) -> Tensor[]")
+    def backward_op(do: Tensor, dht: Tensor | None, wanted: str, *args: Any) -> list[Tensor]:
         raw, options, (_, backend, who, _) = split(args)
         problem, x = family.check(raw, options, who)
+        problem = replace(problem, grads=tuple(wanted.split()))
         kernel = choose(f"{name}_bwd", problem, backend).backend.load(name, f"{name}_bwd")
         with running_on(x.q):
             grads = kernel(problem, x, (), do.contiguous(), dht)
-        return [_or_empty(d, x.q) if t is None or d is None else d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, raw)]
+        return [
+            x.q.new_empty(0) if t is None or d is None or name not in problem.grads else d.reshape(t.shape).to(t.dtype)
+            for name, d, t in zip(Inputs._fields, grads, raw)
+        ]
 
     @backward_op.register_fake
-    def _(do: Tensor, dht: Tensor | None, *args: Any) -> list[Tensor]:
-        x = split(args)[0]
-        differentiable = [getattr(x, f) if f in family.differentiable else None for f in Inputs._fields[:-1]]
-        return [x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in differentiable]
+    def _(do: Tensor, dht: Tensor | None, wanted: str, *args: Any) -> list[Tensor]:
+        x, names = split(args)[0], wanted.split()
+        inputs = [getattr(x, name) if name in names else None for name in Inputs._fields[:-1]]
+        return [x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:count])
@@ -239,9 +244,10 @@ def _define_prefill(family: Family) -> None:
         if do is None:
             do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         has_final_state = encoding.decode(ctx.constants[:-NUM_COMMON]).output_final_state
-        grads = getattr(torch.ops.cula, f"{name}_bwd")(do, dht if has_final_state else None, *x, *ctx.constants)
-        differentiable = [getattr(x, f) if f in family.differentiable else None for f in Inputs._fields[:-1]]
-        of_inputs = [None if t is None else d for d, t in zip(grads, differentiable)]
+        names = [f for f, needs in zip(Inputs._fields, ctx.needs_input_grad) if needs and f in family.differentiable]
+        given = (do, dht if has_final_state else None, " ".join(names))
+        grads = getattr(torch.ops.cula, f"{name}_bwd")(*given, *x, *ctx.constants)
+        of_inputs = [d if f in names else None for f, d in zip(Inputs._fields, grads)]
         return *of_inputs, None, *[None] * len(ctx.constants)  # none for cu_seqlens
 
     forward_op.register_autograd(backward, setup_context=setup_context)

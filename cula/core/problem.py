@@ -38,6 +38,7 @@ class Problem:
     needs_grad: bool
     scale: float
     options: Any
+    grads: tuple[str, ...] = ()  # names of the inputs that need a gradient
     pool_dtype: torch.dtype | None = None  # of `state_pool`; None: the call has none
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
 
@@ -104,6 +105,7 @@ def describe_tokens(
     N = checks.check_cu_seqlens(who, x.cu_seqlens, x.q)
     checks.check_devices(who, x.q.device, initial_state=x.initial_state)
     checks.check_state(who, "initial_state", x.initial_state, N, HV, V, K)
+    grads = tuple([name for name in differentiable if needs_grad([getattr(x, name)])]) if torch.is_grad_enabled() else ()
     return {
         "device": x.q.device.type,
         "sm": checks.compute_capability(x.q.device),
@@ -117,7 +119,8 @@ def describe_tokens(
         "V": V,
         "is_packed": x.cu_seqlens is not None,
         "has_initial_state": x.initial_state is not None,
-        "needs_grad": needs_grad([getattr(x, name) for name in differentiable]),
+        "needs_grad": bool(grads),
+        "grads": grads,
         "scale": K**-0.5 if options.scale is None else float(options.scale),
         "options": options,
     }

@@ -33,8 +33,12 @@ class LocalKernels:
     family: Family
     options: Any
     backend: str
-    needs_grad: bool
+    grads: tuple[str, ...]  # names of the inputs that need a gradient
     who: str
+
+    @property
+    def needs_grad(self) -> bool:
+        return bool(self.grads)
 
     @property
     def has_dense_transition(self) -> bool:
@@ -98,7 +102,7 @@ class LocalKernels:
 
     def _problem(self, x: Inputs) -> tuple[Problem, Inputs]:
         problem, x = self.family.check(x, self.options._replace(output_final_state=True), self.who)
-        return replace(problem, needs_grad=self.needs_grad), x
+        return replace(problem, needs_grad=self.needs_grad, grads=self.grads), x
 
     def _op(self, name: str) -> str:
         return f"{self.family.name}_{name}"

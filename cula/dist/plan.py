@@ -150,7 +150,8 @@ def local_kernels(
     _check_initial_state(who, x)
     chosen = choose(f"{family.name}_fwd", problem, backend)
     checks.refuse_keywords(who, extra, options._fields, chosen.name, chosen.backend.options)
-    return LocalKernels(family, options, backend, problem.needs_grad or needs_grad([x.initial_state]), who)
+    of_state = ("initial_state",) if needs_grad([x.initial_state]) else ()
+    return LocalKernels(family, options, backend, (*problem.grads, *of_state), who)
 
 
 def _refuse_serving(who: str, kwargs: dict[str, Any]) -> None:

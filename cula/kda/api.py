@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,62 @@ from cula.core.pool import Serving
 from cula.core.prefill import call_prefill
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaInputs, KdaOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class KdaKeywords(TypedDict, total=False):
+    """The keywords of `cula_kda` that do not decide what it returns."""
+
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    cu_seqlens: Tensor | None
+    safe_gate: bool
+    lower_bound: float | None
+    disable_recompute: bool
+    device: torch.device | str | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_pool: Tensor | None
+    initial_state_indices: Tensor | None
+    has_initial_state: Tensor | None
+    checkpoint_every: int | None
+    checkpoint_states: Tensor | None
+    out: Tensor | None
+    backend: str
+    cp_context: Any
+
+
+@overload
+def cula_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    return_intermediate_states: Literal[False] = False,
+    **keywords: Unpack[KdaKeywords],
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def cula_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    return_intermediate_states: Literal[True],
+    **keywords: Unpack[KdaKeywords],
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
 def cula_kda(

@@ -36,7 +36,7 @@ def cula_lightning(
 
     For each token of a value head, with a state S [V, K]:  S <- exp(-s) S + v_t k_t^T;   o_t = scale * S q_t
 
-    Differentiable in Q, K, V and initial_state, and through final_state.
+    Differentiable in Q, K, V, decay and initial_state, and through final_state.
 
     Args:
         Q, K: queries and keys, `[B, T, H, K]`, bf16, fp16 or fp32. Value head hv reads head `hv // (HV // H)`.

@@ -13,7 +13,7 @@ from cula.core import checks
 from cula.core.constants import CHUNK
 from cula.core.problem import DecodeOptions, DecodeProblem, Problem, describe_tokens, normalise_tokens
 
-DIFFERENTIABLE = ("q", "k", "v", "initial_state")
+DIFFERENTIABLE = ("q", "k", "v", "decay", "initial_state")
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 

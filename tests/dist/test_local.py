@@ -49,9 +49,9 @@ def test_a_backend_may_do_without_the_short_passes(family, monkeypatch):
     spec = Spec(family, slices=(75,), B=2, H=1, HV=2)
     x, do, dht, _ = _tensors(spec)
     if family == "kda":
-        passes, inputs = LocalKernels(KDA, KdaOptions(), "auto", True, "test"), KdaInputs(*x)
+        passes, inputs = LocalKernels(KDA, KdaOptions(), "auto", ("q",), "test"), KdaInputs(*x)
     else:
-        passes, inputs = LocalKernels(LIGHTNING, LightningOptions(), "auto", True, "test"), LightningInputs(*x)
+        passes, inputs = LocalKernels(LIGHTNING, LightningOptions(), "auto", ("q",), "test"), LightningInputs(*x)
     short = (*passes.transition(inputs), passes.state_grad(inputs, do, dht))
     find, short_ones = Backend.find, (f"{family}_state_grad", *(() if family == "kda" else ("lightning_transition",)))
     monkeypatch.setattr(Backend, "find", lambda self, of, name: None if name in short_ones else find(self, of, name))

@@ -92,3 +92,38 @@ def test_the_pool_is_updated_in_place_and_only_where_asked(backend, device):
     assert relative_error(o, want_o) < TOLERANCE[call.dtype]
     assert relative_error(pool[[4, 2, 0]], want_state[[0, 2, 3]]) < TOLERANCE[call.dtype]
     assert torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
+
+
+@pytest.mark.parametrize("others", [(), ("q",), ("k", "v"), ("q", "k", "v", "initial_state")], ids=str)
+@pytest.mark.parametrize(
+    "call", [LightningCall(T=130, H=2, HV=4), LightningCall(lens=(65, 0, 3)), LightningCall(decay=20.0)], ids=str
+)
+def test_the_gradient_of_decay(backend, device, call, others):
+    """Whatever else requires one; through o and through the final state. Backends without it leave it to another."""
+    tensors = call.tensors(device)
+    names = ["decay", *others]
+    exact = {n: t.detach().double().requires_grad_() if n in names else t for n, t in tensors.items()}
+    for n in names:
+        tensors[n].requires_grad_()
+    o, state = run(tensors, "auto" if backend == "triton" else backend)
+    want_o, want_state = reference.lightning(**exact)
+    torch.manual_seed(0)
+    do, dht = torch.randn(o.shape, device=device), torch.randn(state.shape, device=device)
+    got = torch.autograd.grad([o, state], [tensors[n] for n in names], [do, dht])
+    want = torch.autograd.grad([want_o, want_state], [exact[n] for n in names], [do.double(), dht.double()])
+    for n, a, b in zip(names, got, want):
+        assert relative_error(a, b) < GRADIENT_TOLERANCE[call.dtype] * (1 if n != "decay" else 3), n
+
+
+def test_decay_learns_under_compile():
+    def loss(tensors):
+        return run(tensors, "auto")[0].square().sum()
+
+    results = []
+    torch._dynamo.reset()
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        tensors = LightningCall(T=20).tensors()
+        tensors["decay"].requires_grad_()
+        results.append(torch.autograd.grad(function(tensors), tensors["decay"])[0])
+    torch.testing.assert_close(*results)
+    assert results[0].any()

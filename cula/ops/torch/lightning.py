@@ -42,13 +42,20 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
 def lightning_bwd(
     problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, None for decay, d_initial_state. Chunk states are made again first."""
+    """dq, dk, dv, d_decay, d_initial_state. Chunk states are made again first.
+
+    A chunk's outputs and last state depend on its log decay -s through exp(-s t) with q and exp(s t) with k, t being a token's
+    place in the chunk, and its last state as a whole through exp(-s size). So, summed over chunks,
+
+        ds = -sum_t (t + 1) (q_t . dq_t - k_t . dk_t) - size <S_end, dS_end>
+    """
     p = problem
     plan, compute = _plan(p, x), _compute_dtype(p)
     slabs = plan.slabs(p.HV * max(p.K, p.V))
     states = plan.by_position(x.initial_state, (p.HV, p.V, p.K), compute)
     before = [_scan(_prepare(p, x, plan, slab, compute), slab, states) for slab in slabs]
     dq, dk, dv = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
+    d_decay = torch.zeros_like(x.decay, dtype=torch.float64) if "decay" in p.grads else None
     dS = plan.by_position(dht, (p.HV, p.V, p.K), compute)
     for slab, S in zip(reversed(slabs), reversed(before), strict=True):
         tile = _prepare(p, x, plan, slab, compute)
@@ -62,12 +69,19 @@ def lightning_bwd(
         dA = (dO @ tile.v.mT) * tile.D
         q, k = (t.unsqueeze(2).expand(-1, -1, p.HV // p.H, -1, -1).flatten(1, 2) for t in (tile.q, tile.k))
         grouped = (p.H, p.HV // p.H)
-        dq_tile = (dA @ k + (dO @ S) * tile.row_decay) * p.scale
+        dq_tile = dA @ k + (dO @ S) * tile.row_decay  # of q times `scale`
         dk_tile = dA.mT @ q + (tile.v @ dS_next) * tile.column_decay
-        plan.put(dq_tile.unflatten(1, grouped).sum(2), slab, dq)
+        if d_decay is not None:
+            place = torch.arange(1, plan.C + 1, device=q.device, dtype=compute).view(1, 1, -1, 1)
+            S_end = tile.chunk_decay * S + tile.v.mT @ tile.k_decayed
+            size = plan.sizes(slab).to(compute).view(-1, 1, 1, 1)
+            d_decay -= (place * (q * dq_tile - k * dk_tile)).sum((0, 2, 3), dtype=torch.float64)
+            d_decay -= (size * S_end * dS_next).sum((0, 2, 3), dtype=torch.float64)
+        plan.put((dq_tile * p.scale).unflatten(1, grouped).sum(2), slab, dq)
         plan.put(dk_tile.unflatten(1, grouped).sum(2), slab, dk)
         plan.put(tile.A.mT @ dO + tile.k_decayed @ dS_next.mT, slab, dv)
-    return dq, dk, dv, None, plan.by_sequence(dS).float() if p.has_initial_state else None
+    d_initial_state = plan.by_sequence(dS).float() if p.has_initial_state else None
+    return dq, dk, dv, None if d_decay is None else d_decay.to(x.decay.dtype), d_initial_state
 
 
 def lightning_transition(problem: LightningProblem, x: LightningInputs) -> tuple[Tensor, Tensor]:

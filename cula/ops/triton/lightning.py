@@ -37,6 +37,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward
 from cula.core.replay.record import LaunchRecord
 from cula.lightning.problem import LightningInputs, LightningProblem
@@ -70,6 +71,7 @@ __all__ = [
     "record_lightning_bwd",
     "record_lightning_decode",
     "record_lightning_fwd",
+    "why_not",
 ]
 
 
@@ -208,6 +210,13 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
     ht = new((p.N, p.HV, p.V, p.K), torch.float32) if p.options.output_final_state else None
     _attend(p, x, (x.q, x.k, x.v), o, x.initial_state, ht, new)
     return Forward(o, ht)
+
+
+def why_not(op: str, problem: AnyProblem) -> str | None:
+    """What the kernels do not serve, as a sentence; None if they serve the call."""
+    if op == "lightning_bwd" and isinstance(problem, LightningProblem) and "decay" in problem.grads:
+        return "has no gradient of decay"
+    return None
 
 
 def lightning_bwd(
