@@ -58,7 +58,8 @@ def describe_device(device: torch.device | str | None = None) -> str:
 
 
 def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable[..., Any]:
-    """The fastest KDA prefill with `chunk_kda`'s signature for a device: fused where one exists, else the modular path."""
-    from cula.kda.fla import chunk_kda, fused_kda
+    """The fastest KDA prefill with `chunk_kda`'s signature for a device. It is `chunk_kda` itself, which is dispatched: to fused
+    kernels where there are some, to modular ones elsewhere."""
+    from cula.kda.fla import chunk_kda
 
-    return fused_kda if is_hopper(device) or is_blackwell(device) else chunk_kda
+    return chunk_kda

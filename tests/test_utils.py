@@ -5,7 +5,6 @@ import torch
 from cula import utils
 from cula.core import checks
 from cula.kda import chunk_kda
-from cula.kda.fla import fused_kda
 
 
 def test_a_cpu_has_no_compute_capability():
@@ -34,11 +33,3 @@ def test_architectures_by_compute_capability(monkeypatch, sm, hopper, blackwell)
 
 def test_the_modular_path_where_nothing_is_fused():
     assert utils.get_kda_fused_fwd("cpu") is chunk_kda
-
-
-@pytest.mark.parametrize(
-    ("sm", "is_fused"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
-)
-def test_the_fused_path_where_there_is_one(monkeypatch, sm, is_fused):
-    monkeypatch.setattr(checks, "_capability_of", lambda index: sm)
-    assert (utils.get_kda_fused_fwd("cuda:0") is fused_kda) is is_fused

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Level 0 of Kimi Delta Attention: kernels by the names existing code imports. No choice of algorithm is made here."""
+"""Level 0 of Kimi Delta Attention: by the names existing code imports."""
 
 from cula.kda.fla import chunk_kda, fused_recurrent_kda
 from cula.kda.prefill import kda_prefill_blackwell, kda_prefill_hopper

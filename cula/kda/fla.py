@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`chunk_kda` and `fused_recurrent_kda` with flash-linear-attention's signatures, defaults and state layout.
 
-For code that calls FLA: changing the import line is all. States are `[N, HV, K, V]` unless `state_v_first=True`.
+For code that calls FLA: changing the import line is all. States are `[N, HV, K, V]` unless `state_v_first=True`. Both are
+dispatched like `cula_kda`, so that the fastest kernel of the machine serves them; `cula.explain(chunk_kda, ...)` says which.
 """
 
 from __future__ import annotations
 
-import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula.core.constants import CHUNK
+from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
+from cula.core.decode import decode
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
+from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY
-from cula.kda.problem import KdaInputs, KdaOptions
+from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions
 
 
 def chunk_kda(
@@ -41,34 +44,42 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = CHUNK,
     transpose_state_layout: bool | None = None,
-    backend: str | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """KDA by chunks, as `fla.ops.kda.chunk_kda`. Runs the modular kernels: Triton on a GPU, PyTorch elsewhere.
+    """KDA by chunks, as `fla.ops.kda.chunk_kda`.
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_kda`.
-        initial_state: `[N, HV, K, V]` float32; `[N, HV, V, K]` with `state_v_first`.
+        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; other dtypes than float32 are converted.
+        lower_bound: bound of the gate; below -5 it is applied outside of the kernel.
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
-        cu_seqlens_cpu: accepted for FLA's callers; not needed.
+        cu_seqlens_cpu, use_graph, max_num_seqs: accepted for FLA's callers; not needed.
         chunk_size: 32 or 64, a hint: the result does not depend on it.
         transpose_state_layout: FLA's old name of `state_v_first`.
-        backend: one by name, or "auto" for the fastest that serves the call; None for the modular kernels.
+        backend: one by name, or "auto" for the fastest that serves the call.
+        **kwargs: ignored with a warning, as FLA ignores them without one.
 
     Returns:
-        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`; states in the layout given.
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`, h in q's dtype; states as the layout says.
     """
     who = "chunk_kda"
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: chunk_size is {chunk_size!r}; expected 32 or 64")
-    if transpose_state_layout is not None:
-        state_v_first = transpose_state_layout
-    if use_gate_in_kernel is False:
+    _warn_of_ignored(who, kwargs)
+    state_v_first = _layout(state_v_first, transpose_state_layout)
+    if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
+    elif not safe_gate and lower_bound is not None and lower_bound < LOWER_BOUND_MIN:
+        g, use_gate_in_kernel, lower_bound = _deep_gate(g, A_log, dt_bias, lower_bound), False, None
+        A_log = dt_bias = None
     options = KdaOptions(
         scale=scale,
         lower_bound=lower_bound,
@@ -85,15 +96,12 @@ def chunk_kda(
         x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
         return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, "auto", {}, who)
     x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, _swap(initial_state, state_v_first), cu_seqlens)
-    o, final_state, *states = prefill(FAMILY, x, options, backend=_modular_backend(q) if backend is None else backend, who=who)
+    o, final_state, *states = prefill(FAMILY, x, options, backend=backend, who=who)
     final_state = _swap(final_state, state_v_first)
     if return_intermediate_states:
-        return o, final_state, states[0] if state_v_first else states[0].transpose(-1, -2).contiguous()
+        h = states[0].to(q.dtype)
+        return o, final_state, h if state_v_first else h.transpose(-1, -2).contiguous()
     return o, final_state
-
-
-# The fused kernels of Hopper and Blackwell where they serve the call, with the same signature.
-fused_kda = functools.partial(chunk_kda, backend="auto")
 
 
 @torch.no_grad()
@@ -115,34 +123,110 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """KDA without gradients, as `fla.ops.kda.fused_recurrent_kda`: same result as `chunk_kda`, any length."""
-    o, final_state, *_ = chunk_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    """KDA without gradients, as `fla.ops.kda.fused_recurrent_kda`: any length, up to 8 tokens a sequence by the decode kernel.
+
+    Args:
+        q, k, v, g, beta, ...: as in `chunk_kda`.
+        inplace_final_state: `initial_state` is a pool of states, which is updated in place and returned; for up to 8 tokens.
+        ssm_state_indices: `[N]` slots of that pool, or `[N, T]`: one for each token; negative ones mark padding.
+        num_accepted_tokens: `[N]`: how many tokens of the call before stand, with `ssm_state_indices` of shape `[N, T]`.
+        out: tensor of v's shape that takes o.
+        **kwargs: ignored with a warning, as FLA ignores them without one.
+
+    Returns:
+        `(o, final_state)`; final_state is None unless `output_final_state` or `inplace_final_state`.
+    """
+    who = "fused_recurrent_kda"
+    _warn_of_ignored(who, kwargs)
+    state_v_first = _layout(state_v_first, transpose_state_layout)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    is_deep = use_gate_in_kernel and lower_bound is not None and lower_bound < LOWER_BOUND_MIN
+    if is_deep:
+        g, use_gate_in_kernel, lower_bound = _deep_gate(g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
+        A_log = dt_bias = None
+    is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
+    uses_pool = inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None
+    if uses_pool and not (is_short and inplace_final_state and initial_state is not None):
+        raise NotImplementedError(
+            f"{who}: slots of a pool go with inplace_final_state=True, initial_state= (the pool) and 1 to "
+            f"{MAX_DECODE_TOKENS} tokens of every sequence; use cula.cula_kda(..., state_pool=) for more"
+        )
+    if not is_short:
+        options = KdaOptions(
+            scale=scale,
+            lower_bound=lower_bound,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            output_final_state=output_final_state,
+        )
+        x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, _swap(initial_state, state_v_first), cu_seqlens)
+        o, final_state = prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
+        return o, _swap(final_state, state_v_first)
+    pool = initial_state if inplace_final_state else _own_states(q, v, initial_state, state_v_first)
+    assert pool is not None
+    rows = KdaDecodeInputs(
+        q, k, v, pool, ssm_state_indices, g, beta, A_log, dt_bias, num_accepted_tokens=num_accepted_tokens, out=out
+    )  # fmt: skip
+    of_decode = DecodeOptions(
         scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        lower_bound=lower_bound,
         use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
+        state_is_kv=not state_v_first,
     )
-    return o, final_state
+    o, pool = decode(FAMILY, rows, of_decode, backend=backend, who=who)
+    return o, pool if output_final_state or inplace_final_state else None
 
 
-def _modular_backend(q: Tensor) -> str:
-    return "triton" if q.is_cuda else "torch"
+def _layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """FLA's deprecated name of `state_v_first`, with FLA's words."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
+    warnings.warn(
+        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3
+    )  # fmt: skip
+    return transpose_state_layout
+
+
+def _warn_of_ignored(who: str, kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=3)
+
+
+def _deep_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+    """Log decays of a bounded gate whose bound is lower than kernels may rely on, in float32."""
+    heads = (g.shape[2], 1) if g.dim() == 4 else (g.shape[2],)
+    z = g.float() if dt_bias is None else g.float() + dt_bias.float().reshape(g.shape[2:])
+    return lower_bound * torch.sigmoid(z if A_log is None else A_log.float().reshape(heads).exp() * z)
+
+
+def _own_states(q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool) -> Tensor:
+    """States in the caller's layout that a decode may write."""
+    if initial_state is not None:
+        return initial_state.float().clone(memory_format=torch.contiguous_format)
+    inner = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return torch.zeros(q.shape[0], v.shape[2], *inner, dtype=torch.float32, device=q.device)
 
 
 def _swap(state: Tensor | None, state_v_first: bool) -> Tensor | None:
-    """Between the caller's layout and [N, HV, V, K]."""
-    return state if state is None or state_v_first else state.transpose(-1, -2).contiguous()
+    """Between the caller's layout and [N, HV, V, K], in float32."""
+    if state is None:
+        return None
+    state = state.float()
+    return state if state_v_first else state.transpose(-1, -2).contiguous()

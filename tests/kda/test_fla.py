@@ -7,27 +7,29 @@ import pytest
 import torch
 
 from cula import reference
+from cula.core.decode import decode
 from cula.kda import chunk_kda, fused_recurrent_kda, kda_prefill_blackwell, kda_prefill_hopper
-from cula.kda.fla import fused_kda
 from cula.reference import relative_error
 from tests.support.calls import KdaCall
 
-# The order of FLA's positional parameters (0.5 and 0.6): positional callers rely on it.
-FLA_ORDER = """
-q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel
-use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute return_intermediate_states
-state_v_first cu_seqlens cu_seqlens_cpu cp_context
-"""
+OURS = {"A_log", "dt_bias", "chunk_size", "transpose_state_layout", "backend"}  # named here, in FLA's **kwargs or ours alone
+OURS |= {"inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "out"}
 
 
-def test_the_signature_is_flas():
-    parameters = inspect.signature(chunk_kda).parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == FLA_ORDER.split()
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_the_signature_is_flas(function):
+    """Names, order and defaults of the installed FLA: a release that changes them fails here."""
+    theirs = getattr(pytest.importorskip("fla.ops.kda"), function.__name__)
+    assert signature(function) == signature(theirs)
+
+
+def signature(function):
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda, fused_kda])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
 def test_state_layout(function, v_first):
     call = KdaCall(T=40, K=32, V=64, gate="softplus", norm=True)
     t = call.tensors()
@@ -66,12 +68,86 @@ def test_gate_parameters_may_come_along_unused():
     assert torch.equal(o, chunk_kda(**t)[0])
 
 
-def test_misspelt_keywords_are_refused():
+def test_what_fla_ignores_is_ignored_with_a_warning():
     t = KdaCall(T=10).tensors()
-    with pytest.raises(TypeError, match="output_final_stat"):
-        chunk_kda(**t, output_final_stat=True)
+    with pytest.warns(UserWarning, match="chunk_kda: ignores output_final_stat, as flash-linear-attention does"):
+        _, state = chunk_kda(**t, output_final_stat=True, use_graph=True, max_num_seqs=3)
+    assert state is None
     with pytest.raises(ValueError, match="chunk_size"):
         chunk_kda(**t, chunk_size=48)
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_the_old_name_of_the_layout(function):
+    t = KdaCall(T=10).tensors()
+    with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
+        o, state = function(**t, output_final_state=True, transpose_state_layout=True)
+    want = function(**t, output_final_state=True, state_v_first=True)
+    assert torch.equal(o, want[0]) and torch.equal(state, want[1])
+    with pytest.raises(ValueError, match="Cannot pass both"):
+        function(**t, state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("T", [1, 8, 40])
+def test_a_recurrent_call_of_few_tokens_is_a_decode(T, monkeypatch):
+    """With the same numbers; and the initial state stays as it is."""
+    call = KdaCall(T=T, B=2, K=32, V=64, gate="bounded", norm=True, beta="sigmoid")
+    t = call.tensors()
+    want_o, want_state = reference.kda(**t, **call.switches())
+    before = t["initial_state"].clone()
+    taken = []
+    monkeypatch.setattr("cula.kda.fla.decode", lambda *a, **kw: taken.append(1) or decode(*a, **kw))
+    o, state = fused_recurrent_kda(**t, **call.switches(), output_final_state=True, state_v_first=True)
+    assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5
+    assert torch.equal(t["initial_state"], before) and bool(taken) == (T <= 8)
+
+
+def test_a_recurrent_call_on_a_pool():
+    call = KdaCall(T=2, B=3, initial_state=False)
+    t = call.tensors()
+    pool, slots = torch.randn(5, 2, 32, 32), torch.tensor([4, -1, 0])
+    want_o, want_pool, _ = reference.decode(**{n: t[n] for n in ["q", "k", "v", "g", "beta"]}, state=pool, state_indices=slots)
+    given = {n: x for n, x in t.items() if n not in ("initial_state", "cu_seqlens")}
+    more = {"initial_state": pool, "ssm_state_indices": slots, "state_v_first": True}
+    with pytest.raises(NotImplementedError, match="inplace_final_state=True"):
+        fused_recurrent_kda(**given, **more)
+    o, state = fused_recurrent_kda(**given, **more, inplace_final_state=True)
+    assert state is pool
+    assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
+
+
+def test_initial_states_of_other_dtypes_are_converted():
+    t = KdaCall(T=20).tensors()
+    h0 = t["initial_state"].bfloat16()
+    o, _ = chunk_kda(**t | {"initial_state": h0}, state_v_first=True)
+    assert relative_error(o, reference.kda(**t | {"initial_state": h0})[0]) < 1e-5
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_bounds_below_those_of_a_safe_gate(function):
+    call = KdaCall(T=70, gate="bounded", initial_state=False)
+    t = call.tensors()
+    switches = call.switches() | {"lower_bound": -12.0}
+    want, _ = reference.kda(**t, **switches)
+    assert relative_error(function(**t, **switches)[0], want) < 1e-5
+
+
+def test_intermediate_states_come_in_the_io_dtype():
+    t = KdaCall(T=100, dtype=torch.bfloat16, initial_state=False).tensors()
+    assert chunk_kda(**t, return_intermediate_states=True)[2].dtype == torch.bfloat16
+
+
+def test_compile_without_a_graph_break():
+    t = KdaCall(T=20).tensors()
+    torch._dynamo.reset()
+
+    def both(t):
+        o, state = chunk_kda(**t, output_final_state=True)
+        o2, _ = fused_recurrent_kda(**{n: x[:, :2] if n in ["q", "k", "v", "g", "beta"] else x for n, x in t.items()})
+        return o, state, o2
+
+    for a, b in zip(both(t), torch.compile(both, fullgraph=True, backend="aot_eager")(t)):
+        torch.testing.assert_close(a, b)
 
 
 def test_named_hardware_that_is_missing_is_a_clear_error():

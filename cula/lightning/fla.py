@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning Attention by flash-linear-attention's names: `chunk_lightning_attn`, simple GLA with one decay a head (`g_gamma`).
+
+States are `[N, H, K, V]` unless `state_v_first=True`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.core.prefill import prefill
+from cula.lightning.family import FAMILY
+from cula.lightning.problem import LightningInputs, LightningOptions
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA with constant decays, as `fla.ops.simple_gla.chunk_simple_gla(g_gamma=...)`.
+
+    Args:
+        q, k, v, scale, ...: as in `cula.cula_lightning`.
+        g: decays that depend on data; not served.
+        g_gamma: `[H]`, the log decay of each head, <= 0; differentiable.
+        cu_seqlens_cpu, **kwargs: accepted for FLA's callers; not needed.
+    """
+    return _simple_gla(
+        "chunk_simple_gla", q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same by the name of FLA's recurrent form; `reverse` is not served."""
+    who = "fused_recurrent_simple_gla"
+    if reverse:
+        raise NotImplementedError(f"{who}: reverse=True is not served; flip the tensors along T")
+    return _simple_gla(who, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning Attention with the slopes of a layer, as `fla.ops.lightning_attn.chunk_lightning_attn`."""
+    H = q.shape[2]
+    slopes = (8 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float32, device=q.device)
+    who = "chunk_lightning_attn"
+    return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def _simple_gla(
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    if g is not None:
+        raise NotImplementedError(
+            f"{who}: g makes decays depend on data, which Lightning Attention does not have; pass g_gamma= (one decay a head), "
+            "or use cula.cula_kda with one gate a head"
+        )
+    if g_gamma is None:  # FLA's default: nothing is forgotten
+        g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
+    h0 = initial_state if initial_state is None else initial_state.float()
+    if h0 is not None and not state_v_first:
+        h0 = h0.transpose(-1, -2).contiguous()
+    x = LightningInputs(q, k, v, -g_gamma.float().reshape(-1), h0, cu_seqlens)
+    o, final_state = prefill(FAMILY, x, LightningOptions(scale, output_final_state=output_final_state), who=who)
+    if final_state is not None and not state_v_first:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning by flash-linear-attention's names."""
+
+import pytest
+import torch
+
+from cula import lightning, reference
+from cula.lightning import chunk_lightning_attn, chunk_simple_gla, fused_recurrent_simple_gla
+from cula.reference import relative_error
+from tests.kda.test_fla import signature
+from tests.support.calls import LightningCall
+
+MODULES = {"chunk_simple_gla": "simple_gla", "fused_recurrent_simple_gla": "simple_gla", "chunk_lightning_attn": "lightning_attn"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_signature_is_flas(name):
+    theirs = getattr(pytest.importorskip(f"fla.ops.{MODULES[name]}"), name)
+    assert signature(getattr(lightning, name)) == signature(theirs)
+
+
+@pytest.mark.parametrize("function", [chunk_simple_gla, fused_recurrent_simple_gla])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("call", [LightningCall(T=40, H=2, HV=2), LightningCall(lens=(5, 0, 20), H=2, HV=2, V=64)], ids=str)
+def test_simple_gla_with_one_decay_a_head(function, v_first, call):
+    t = call.tensors()
+    want_o, want_state = reference.lightning(**t)
+    swap = (lambda s: s) if v_first else (lambda s: s.transpose(-1, -2))
+    named = {"g_gamma": -t["decay"], "initial_state": swap(t["initial_state"]), "cu_seqlens": t["cu_seqlens"]}
+    o, state = function(t["q"], t["k"], t["v"], **named, output_final_state=True, state_v_first=v_first)
+    assert relative_error(o, want_o) < 1e-5 and relative_error(state, swap(want_state)) < 1e-5
+
+
+def test_lightning_attn_has_the_slopes_of_its_layer():
+    t = LightningCall(T=30, H=4, HV=4, initial_state=False).tensors()
+    o, _ = chunk_lightning_attn(t["q"], t["k"], t["v"], layer_idx=3, num_layers=12)
+    want, _ = reference.lightning(t["q"], t["k"], t["v"], 8 / 4 * (1 - 3 / 12) * torch.arange(4.0))
+    assert relative_error(o, want) < 1e-5
+
+
+def test_what_is_not_served_is_said():
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(NotImplementedError, match="g_gamma="):
+        chunk_simple_gla(q, q, q, g=q[..., 0])
+    with pytest.raises(NotImplementedError, match="reverse=True"):
+        fused_recurrent_simple_gla(q, q, q, g_gamma=torch.zeros(2), reverse=True)
