@@ -154,10 +154,11 @@ def check_pool(who: str, name: str, pool: Tensor, layout: str, inner: tuple[int,
 
 
 def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
-    live = indices[indices > 0] if null_is_nonpositive else indices[indices >= 0]
-    if live.numel() and int(live.max()) >= slots:
-        raise ValueError(f"{who}: {name} holds {int(live.max())}, but the pool has {slots} slots (0 to {slots - 1})")
-    if live.unique().numel() != live.numel():
+    least = 1 if null_is_nonpositive else 0
+    live = [slot for slot in indices.flatten().tolist() if slot >= least]
+    if live and max(live) >= slots:
+        raise ValueError(f"{who}: {name} holds {max(live)}, but the pool has {slots} slots (0 to {slots - 1})")
+    if len(set(live)) != len(live):
         raise ValueError(f"{who}: {name} names a slot twice: {indices.tolist()}; rows of a call must not share a slot")
 
 

@@ -79,6 +79,14 @@ def decode(
             static_args = None
         elif done is not NotImplemented:
             return done
+        elif not needs_grad(x) and (known := family.decode.chosen.find(x, static_args)) is not None:
+            request, kernel = known
+            request = request._replace(x=x)
+            if x.state_indices is not None:
+                check_values(request)
+            with running_on(x.q):
+                o = kernel(request.problem, x)
+            return (o if x.out is None else x.out), x.state
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
@@ -92,8 +100,11 @@ def decode(
     if settings.check_values() or (x.q.device.type == "cpu" and x.state_indices is not None):
         check_values(request)
     with running_on(x.q):
-        o = choice.backend.load(family.name, f"{family.name}_decode")(request.problem, request.x)
-        if static_args is not None:
+        kernel = choice.backend.load(family.name, f"{family.name}_decode")
+        o = kernel(request.problem, request.x)
+        if static_args is not None and x.q.device.type == "cpu" and all(a is b for a, b in zip(request.x, x)):
+            family.decode.chosen.keep(x, static_args, (request, kernel))
+        elif static_args is not None:
             family.decode.replay.keep(x, static_args, lambda: record(request, choice, x))
     if x.out is not None:
         return x.out, x.state

@@ -39,6 +39,7 @@ class Decode:
     check_values: Callable[[Any, DecodeProblem, str], None]
     own: tuple[str, ...] = field(init=False)  # names of the family's own tensors
     replay: ReplayCache = field(default_factory=ReplayCache, compare=False)
+    chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "own", self.Inputs._fields[5:-3])

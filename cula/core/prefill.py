@@ -118,7 +118,7 @@ def prefill(
             static_args = None
         elif done is not NotImplemented:
             return done
-        if needs_grad(x) and (known := family.chosen.find(tensors, static_args)) is not None:
+        if needs_grad(x) and x.q.is_cuda and (known := family.chosen.find(tensors, static_args)) is not None:
             problem, choice = known
             return operator.Attention.apply(problem, choice, type(x), *x)
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
@@ -135,7 +135,7 @@ def prefill(
     result = execute(request, choice)
     if static_args is not None and not request.problem.needs_grad:
         family.replay.keep(tensors, static_args, lambda: record(request, choice, tensors))
-    elif static_args is not None and all(a is b for a, b in zip(request.x, x)):
+    elif static_args is not None and x.q.is_cuda and all(a is b for a, b in zip(request.x, x)):
         family.chosen.keep(tensors, static_args, (request.problem, choice))
     return result
 

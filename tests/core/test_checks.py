@@ -297,6 +297,24 @@ def test_training_with_inference_only_arguments_is_refused():
         cula.cula_decode(**decode)
 
 
+def test_a_good_decode_does_not_make_a_bad_one_pass():
+    """What is remembered of a call on a CPU is for calls like it."""
+    good = decode_arguments()
+    with torch.no_grad():
+        for _ in range(2):
+            cula.cula_decode(**good)
+    for change, message in (
+        ({"q": good["q"].clone().requires_grad_()}, "requires grad"),
+        ({"state_indices": torch.tensor([1, 1, 0])}, "names a slot twice"),
+        ({"state_indices": torch.tensor([5, 1, 0])}, "5 slots"),
+        ({"beta": good["beta"][:2]}, "beta has shape"),
+        ({"null_index": "zero"}, "null_index"),
+        ({"decay": torch.rand(4)}, "decay= belongs to mode 'lightning'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cula.cula_decode(**good | change)
+
+
 CHECKED = {
     "a positive log decay": (cula.cula_kda, kda_arguments(g=torch.full((1, 6, 4, 8), 0.1)), "positive log decay"),
     "NaN in k": (cula.cula_kda, kda_arguments(k=torch.full((1, 6, 2, 8), float("nan"))), "k holds NaN"),

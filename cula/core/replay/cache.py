@@ -90,20 +90,21 @@ class ReplayCache:
 
 
 class ChoiceCache:
-    """Calls that go the long way because there is a gradient to make: what was found out about them, by signature."""
+    """What checks and dispatch found out about calls that have no records, by signature: those that make a gradient, and decode
+    on a CPU. Checks that read values are the callers'."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
     def find(self, tensors: Tensors, static_args: Hashable) -> Any:
         """What was kept for such a call; None if nothing was."""
-        if not self._known or settings.check_values() or not getattr(tensors[0], "is_cuda", False):
+        if not self._known or settings.check_values():
             return None
         return self._known.get((record.forms(tensors), static_args))
 
     def keep(self, tensors: Tensors, static_args: Hashable, found: Any) -> None:
         forms = record.forms(tensors)
-        if forms is None or not getattr(tensors[0], "is_cuda", False):
+        if forms is None:
             return
         if len(self._known) >= CAPACITY:
             self._known.clear()

@@ -393,9 +393,4 @@ def kda_decode(problem: DecodeProblem, x: KdaDecodeInputs) -> Tensor:
     bias = None if x.dt_bias is None else x.dt_bias.view(p.HV, -1)
     decay = gate.log_decay(p.gate, g, A, bias, opt.lower_bound).exp().unsqueeze(-2)  # [N, T, HV, 1, K or 1]
     beta = gate.beta_value(x.beta.float(), opt.use_beta_sigmoid_in_kernel, opt.allow_neg_eigval).unsqueeze(-1)
-
-    def step(S: Tensor, t: int) -> Tensor:
-        S *= decay[:, t]
-        return beta[:, t] * (x.v[:, t].float() - (S * k[:, t, :, None, :]).sum(-1))
-
-    return decode_rows(problem, x, q, k, step)
+    return decode_rows(problem, x, q, k, decay, beta)

@@ -56,12 +56,7 @@ def fading_transition(problem, x):
 
 def fading_decode(problem, x):
     q, k = (for_value_heads(t.float(), problem.HV // problem.H) for t in (x.q, x.k))
-
-    def step(S, t):
-        S *= torch.exp(-x.rate[:, t].float())[:, :, None, None]
-        return x.v[:, t].float()
-
-    return decode_rows(problem, x, q * problem.scale, k, step)
+    return decode_rows(problem, x, q * problem.scale, k, torch.exp(-x.rate.float())[..., None, None], None)
 
 
 def _spans(p, x):
