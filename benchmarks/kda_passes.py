@@ -126,13 +126,13 @@ def main() -> None:
     args = parser.parse_args()
     problem, x = make(args.t, args.h, args.gate)
     passes = {op: choose(op, problem, args.backend) for op in ("kda_fwd", "kda_transition", "kda_bwd")}
-    fwd, map_, bwd = (c.backend.load(op) for op, c in passes.items())
+    fwd, transition, bwd = (c.backend.load("kda", op) for op, c in passes.items())
     training = replace(problem, needs_grad=True)
     do = torch.randn_like(x.v)
     saved = fwd(training, x).saved
     calls = {
         "forward": lambda: fwd(problem, x),
-        "map": lambda: map_(problem, x),
+        "transition": lambda: transition(problem, x),
         "backward": lambda: bwd(training, x, saved, do, None),
         "training": lambda: bwd(training, x, fwd(training, x).saved, do, None),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Level 1's bookkeeping: pools, checkpoints, out=, threads. (Numbers: tests/ops; errors: test_contract.py.)"""
+"""Level 1's bookkeeping: pools, checkpoints, out=, threads. (Numbers: tests/ops; errors: core/test_checks.py.)"""
 
 from concurrent.futures import ThreadPoolExecutor
 
