@@ -62,7 +62,8 @@ def cula_decode(
     The recurrences are those of `cula_kda` (mode "kda": g, beta and the gate's keywords) and `cula_lightning`
     (mode "lightning": decay). Inference only.
 
-    Row n starts from slot `state_indices[n]` (slot n without indices) and leaves its last state there. Drafts that were
+    Row n starts from slot `state_indices[n]` (slot n without indices: the pool then has a slot for each row and no more) and
+    leaves its last state there. Drafts that were
     rejected are undone by the next call: with `num_accepted_tokens[n] = a >= 1` row n starts from the state after the
     a-th token of the previous call instead, which stands in `intermediate_states[n, a - 1]` or, with indices `[N, T]`,
     in slot `state_indices[n, a - 1]`. a = 0 starts from the slot as usual.
