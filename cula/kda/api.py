@@ -128,8 +128,8 @@ def cula_kda(
         disable_recompute: keep the chunk states for the backward instead of making them again.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
-        A_log: `[HV]` float32; may be None with `lower_bound` (factor 1).
-        dt_bias: `[HV, K]` or `[HV * K]` float32 (`[HV]` with one gate a head), or None.
+        A_log: HV elements in any shape, in fp32, bf16 or fp16; may be None with `lower_bound` (factor 1).
+        dt_bias: `[HV, K]` or `[HV * K]` (`[HV]` with one gate a head), in the same dtypes, or None.
         use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`.
         allow_neg_eigval: beta is `2 * sigmoid(beta)`.
         state_pool: `[P, HV, V, K]` fp32 or bf16; sequence n starts from slot `initial_state_indices[n]` and leaves its
