@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `test_madeup.py` looks at, a part at a time: `python -m tests.madeup.parts checks`."""
+"""What `test_madeup.py` looks at, part by part: `python -m tests.madeup.parts checks dispatch`."""
 
 from __future__ import annotations
 
@@ -128,4 +128,6 @@ def ranks():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for part in sys.argv[1:]:
+        print(part, flush=True)  # the last one said is where it failed
+        globals()[part]()

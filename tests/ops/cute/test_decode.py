@@ -309,7 +309,7 @@ BLACKWELL = ("decode_1_bf16", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("arch", ["sm_100a"])
 def test_the_same_kernels_compile_for_blackwell(arch):
     """They use nothing that only Hopper has. No call takes them there yet, see `test_what_the_backend_takes`."""
     for facts, hopper in zip(*(ptx.compile_all(of, names=BLACKWELL) for of in (arch, "sm_90a")), strict=True):
