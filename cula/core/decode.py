@@ -103,7 +103,7 @@ def decode(
         kernel = choice.backend.load(family.name, f"{family.name}_decode")
         o = kernel(request.problem, request.x)
         if static_args is not None and x.q.device.type == "cpu" and all(a is b for a, b in zip(request.x, x)):
-            family.decode.chosen.keep(x, static_args, (request, kernel))
+            family.decode.chosen.keep(x, static_args, (request._replace(x=None), kernel))  # without this call's tensors
         elif static_args is not None:
             family.decode.replay.keep(x, static_args, lambda: record(request, choice, x))
     if x.out is not None:

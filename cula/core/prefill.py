@@ -118,8 +118,8 @@ def prefill(
             static_args = None
         elif done is not NotImplemented:
             return done
-        if needs_grad(x) and x.q.is_cuda and (known := family.chosen.find(tensors, static_args)) is not None:
-            problem, choice = known
+        if needs_grad(x) and x.q.is_cuda and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None:
+            problem, choice = found
             return operator.Attention.apply(problem, choice, type(x), *x)
     if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
@@ -136,8 +136,13 @@ def prefill(
     if static_args is not None and not request.problem.needs_grad:
         family.replay.keep(tensors, static_args, lambda: record(request, choice, tensors))
     elif static_args is not None and x.q.is_cuda and all(a is b for a, b in zip(request.x, x)):
-        family.chosen.keep(tensors, static_args, (request.problem, choice))
+        family.chosen.keep(tensors, (static_args, _grads(x)), (request.problem, choice))
     return result
+
+
+def _grads(x: Any) -> tuple[bool, ...]:
+    """Which inputs require a gradient: a backend may have those of some and not of others."""
+    return tuple([t is not None and t.requires_grad for t in x])
 
 
 def describe(
@@ -236,11 +241,13 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
     if not is_copied and (made := _launch_record(request, choice)) is not None:
         return made
 
+    # Without the tensors of this call, which would live as long as the record.
+    bare, Inputs, count = request._replace(x=None, serving=NOTHING_TO_SERVE), type(x), len(x)
+
     def again(tensors: tuple[Tensor | None, ...]) -> Any:
-        count = len(x)
-        others, serving = type(x)(*tensors[:count]), Serving(*tensors[count:])
+        others, serving = Inputs(*tensors[:count]), Serving(*tensors[count:])
         if not is_as_given:
-            others = family.check(others, request.problem.options, request.who)[1]
-        return execute(request._replace(x=others, serving=serving), choice)
+            others = family.check(others, bare.problem.options, bare.who)[1]
+        return execute(bare._replace(x=others, serving=serving), choice)
 
     return again

@@ -74,8 +74,8 @@ def slice_heads(who: str, family: Family, x: Any, tp_rank: int, tp_size: int) ->
         t = getattr(x, name)
         if t is None:
             continue
-        if dim == 0 and t.dim() == 1 and t.numel() != share.HV:  # parameters of all heads, flat
-            t = t.view(share.HV, -1)
+        if dim == 0 and t.shape[0] != share.HV:  # parameters of all heads, flat or with dimensions of one around them
+            t = t.reshape(share.HV, -1)
         sliced[name] = share.of_value_heads(t, dim)
     return x._replace(q=share.of_query_heads(x.q), k=share.of_query_heads(x.k), **sliced)
 

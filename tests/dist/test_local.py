@@ -197,3 +197,16 @@ def test_signatures_begin_as_documented():
     assert names(cula_dist.split_cu_seqlens_for_sp) == ["cu_seqlens", "sp_rank", "sp_size", "max_seqlen"]
     for name in cula_dist.__all__:
         assert getattr(cula_dist, name).__doc__
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 1, 4, 1), (4, 1)], ids=str)
+def test_tp_shares_parameters_of_any_shape(shape):
+    """A_log as models keep it: Kimi-Linear's is [1, 1, HV, 1]."""
+    q, v, g = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 4, 8), torch.randn(1, 5, 4, 8)
+    beta, A_log = torch.rand(1, 5, 4), torch.randn(4)
+    options = {"use_gate_in_kernel": True, "dt_bias": torch.randn(32)}
+    want, _ = cula.cula_kda(q, q, v, g, beta, A_log=A_log, **options)
+    parts = [
+        cula_dist.cula_kda_tp(q, q, v, g, beta, A_log=A_log.view(shape), **options, tp_size=2, tp_rank=rank)[0] for rank in (0, 1)
+    ]
+    assert relative_error(torch.cat(parts, 2), want) < 1e-6

@@ -6,9 +6,10 @@ strides, dtype, device and alignment of every tensor, and every argument that is
 whose signature has been seen is made by its record; any other goes the long way (checks, choice, kernels) and leaves a record.
 Where a backend says how (`record.Sizes`), a record holds for other numbers of tokens and sequences as well.
 
-What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long way. In a
-record: addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way and
-leaves the record as it is. On a CPU there are no records: offsets and slots are checked there on every call.
+What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long way.
+(Inside of an autograd node there are no gradients to make, and its forward and backward have records of their own.) In a record:
+addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way and leaves
+the record as it is. On a CPU there are no records: offsets and slots are checked there on every call.
 """
 
 from __future__ import annotations

@@ -48,12 +48,15 @@ def resized(problem: ProblemT, B: int, T: int, N: int) -> ProblemT:
 
 
 def by_chunks(function: Callable[[int, int, int], Any]) -> Callable[[int, int, int], Any]:
-    """A function of B, T and N that asks another of the same once for each number of chunks: T counts by the chunks that it fills
-    and begins. Schedules depend on no more, and a new length then seldom costs a new schedule."""
-    known: dict[tuple[int, int, int], Any] = {}
+    """A function of B, T and N that asks another of the same once for each number of chunks.
+
+    A new length then seldom costs a new schedule. T counts by the chunks that it fills and begins, in all and for each of N
+    sequences: schedules depend on no more, and so a call has the same one whatever calls there were before it.
+    """
+    known: dict[tuple[int, ...], Any] = {}
 
     def of(B: int, T: int, N: int) -> Any:
-        key = (B, N, 2 * (T // CHUNK) + (T % CHUNK > 0))
+        key = (B, N, 2 * (T // CHUNK) + (T % CHUNK > 0), -(-T // (CHUNK * N)), -(-(T // N) // CHUNK))
         if key not in known:
             if len(known) >= CAPACITY:
                 known.clear()

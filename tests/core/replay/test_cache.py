@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay: a call seen before takes a short cut, any other and every bad one does not."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -145,6 +148,24 @@ def test_kda_by_record_is_kda(on_cpu, monkeypatch, with_states):
     for a, b in zip(cula.cula_kda(**given), first, strict=True):
         assert torch.equal(a, b)
     assert taken[0] == 1 and set(taken[1:]) == {2}
+
+
+def test_nothing_keeps_the_tensors_of_a_call_alive(on_cpu, monkeypatch):
+    """A cache remembers what a call was like, not the call's memory: neither a prefill's nor a decode's, pools included."""
+    forget(monkeypatch, KDA)
+    forget(monkeypatch, KDA.decode)
+    t = KdaCall(T=10, initial_state=False).tensors()
+    pool = torch.zeros(2, 2, 32, 32)
+    with torch.no_grad():
+        for _ in range(2):
+            cula.cula_kda(**t, state_pool=pool, initial_state_indices=torch.tensor([1]))
+            token = {n: t[n][:, :1] for n in ("q", "k", "v", "g", "beta")}
+            cula.cula_decode(**token, state=pool, state_indices=torch.tensor([1]))
+    assert KDA.replay._records and KDA.decode.chosen._known
+    seen = [weakref.ref(x) for x in (*t.values(), *token.values(), pool) if x is not None]
+    del t, token, pool
+    gc.collect()
+    assert not [r for r in seen if r() is not None]
 
 
 # On a GPU

@@ -70,3 +70,14 @@ def test_gradients_in_another_layout_have_a_record_of_their_own():
             want = got if want is None else want
             for a, b in zip(got, want):
                 assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_a_step_that_asks_for_another_gradient_is_another_call():
+    """After steps without it, the gradient of decay is there when it is asked for."""
+    for learns in (False, False, True, False, True):
+        t = CALLS["lightning"].tensors("cuda")
+        leaves = [t["q"].requires_grad_(), *([t["decay"].requires_grad_()] if learns else [])]
+        o, _ = cula.cula_lightning(**{NAMES.get(n, n): x for n, x in t.items()})
+        grads = torch.autograd.grad(o.float().square().sum(), leaves)
+        assert all(g is not None and bool(g.any()) for g in grads)

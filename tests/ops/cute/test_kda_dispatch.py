@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cula.core.dispatch import choose
+from cula.core.replay.sizes import by_chunks, resized
 from cula.kda.problem import KdaOptions, KdaProblem
-from cula.ops.cute import kda, kda_schedule
+from cula.ops.cute import kda, kda_schedule, lightning_schedule
 from cula.ops.cute.archs import ARCHS, arch_of, find_arch, of_target, target_of
 from cula.ops.cute.kda_schedule import how, schedule
 from cula.ops.cute.toolchain import loader
@@ -207,3 +208,15 @@ def test_architectures():
     assert find_arch((8, 0)) is None and find_arch(None) is None
     with pytest.raises(ValueError, match=r"no CuTe kernels for compute capability \(8, 0\)"):
         arch_of((8, 0))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_schedules_found_by_chunks_are_those_of_the_length(is_packed):
+    """Whatever lengths came before: two calls on the same input take the same schedule, and give the same bits."""
+    for make in (lambda p: schedule(p, NUM_SMS), lambda p: lightning_schedule.choose_schedule(p, NUM_SMS)):
+        of_length = lambda B, T, N, make=make: make(resized(dataclasses.replace(HOPPER, is_packed=is_packed, H=4, HV=4), B, T, N))
+        found = by_chunks(of_length)
+        for N in (1, 2, 5, 7):
+            for T in range(1, 3000, 1 if N == 5 else 3):
+                B, length = (1, T) if is_packed else (N, T)
+                assert found(B, length, N) == of_length(B, length, N), (T, N)
