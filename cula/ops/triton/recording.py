@@ -38,20 +38,21 @@ def record_call(
     """
     if not 0 < tokens <= MOST_TOKENS or device.type != "cuda" or current.log is not None:
         return None
+    places = _Places()
+    for i, t in enumerate(given):
+        places.add(t, i)
+    if places.are_ambiguous:  # before it runs again: what it writes may be what it reads
+        return None
     current.log = log = Log()
     try:
         results = run()
     finally:
         current.log = None
-    return _written_down(log, results, given, device)
+    return _written_down(log, results, places, device)
 
 
-def _written_down(
-    log: Log, results: Sequence[Tensor | None], given: Sequence[Tensor | None], device: torch.device
-) -> LaunchRecord | None:
-    places = _Places()
-    for i, t in enumerate(given):
-        places.add(t, i)
+def _written_down(log: Log, results: Sequence[Tensor | None], places: _Places, device: torch.device) -> LaunchRecord | None:
+    """The record; `places` knows the call's own tensors."""
     outputs: list[int | Form | None] = []
     for i, t in enumerate(results):
         found = places.find(t)

@@ -66,7 +66,8 @@ def test_inputs_results_and_what_is_handed_on(written):
 def test_what_cannot_be_recorded(written):
     q, variant = torch.randn(8), Variant()
     assert written(lambda: (launch(variant, 1, q.clone(), q), new(1))[1:], (q,)) is None, "memory that nobody allocated"
-    assert written(lambda: (launch(variant, 1, q, q), new(1))[1:], (q, q)) is None, "two tensors of a call share memory"
+    assert written(lambda: 1 / 0, (q, q)) is None, "two tensors of a call share memory: it must not even run again"
+    assert written(lambda: 1 / 0, (q, q[4:])) is None, "nor where one is a part of the other, as `out` of an input"
     odd = torch.randn(9)[1:]
     assert written(lambda: (launch(variant, 1, odd, q), new(1))[1:], (q, odd)) is None, "an address that the kernel is not for"
     assert memory.current.log is None
