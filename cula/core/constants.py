@@ -3,7 +3,6 @@
 
 CHUNK = 64  # tokens in a chunk: `return_intermediate_states` and `checkpoint_every` count in these
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 L2_NORM_EPS = 1e-6  # q and k are divided by sqrt(sum x^2 + eps)
 SOFTPLUS_THRESHOLD = 20.0  # beyond it softplus(x) is x to float32's last bit
 LOWER_BOUND_MIN = -5.0  # the least `lower_bound` of a gate, and what `safe_gate` promises

@@ -22,7 +22,7 @@ from cula.core.constants import MAX_DECODE_TOKENS
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode
 from cula.core.explain import explained, is_explaining
-from cula.core.family import FAMILIES, Decode, Family
+from cula.core.family import FAMILIES, Decode, Family, decode_modes
 from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad
 
 
@@ -271,8 +271,7 @@ def call_decode(
     family = FAMILIES.get(mode)
     traits: Decode | None = None if family is None else family.decode
     if family is None or traits is None:
-        known = [name for name, f in FAMILIES.items() if f.decode is not None]
-        raise ValueError(f"{who}: mode is {mode!r}; expected one of {known}")
+        raise ValueError(f"{who}: mode is {mode!r}; expected one of {list(decode_modes())}")
     if extra or is_dynamo_compiling() or is_explaining.get():
         return decode(
             family,

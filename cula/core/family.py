@@ -88,4 +88,5 @@ def register_family(family: Family) -> Family:
 
 
 def decode_modes() -> tuple[str, ...]:
+    """What `cula_decode` takes as its mode."""
     return tuple(name for name, family in FAMILIES.items() if family.decode is not None)

@@ -40,8 +40,6 @@ from cula.core.problem import Problem, needs_grad
 
 NOTHING_TO_SERVE = Serving()
 
-Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
-
 
 class Request(NamedTuple):
     """A checked call."""
