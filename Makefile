@@ -1,16 +1,19 @@
-# make demo | test | lint | format | bench-pages: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | fuzz | lint | format | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test lint format bench-pages clean
+.PHONY: demo test fuzz lint format bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: $(VENV)/installed  # a minute of calls drawn at random, against float64
+	$(BIN)/python -m cula.fuzz --seconds 60
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "plain values": r"cula\.(version|settings|core\.constants)",
     "core": r"cula\.core(\..*)?",
-    "what a family is": r"cula\.(?!bench\.)\w+\.(problem|transition|family|reference)",
+    "what a family is": r"cula\.(?!bench\.|fuzz\.)\w+\.(problem|transition|family|reference)",
     "ops": r"cula\.(ops(\..*)?|compile)",
     "level 0": r"cula\.(utils|kda|lightning|(kda|lightning)\.(fla|serving|prefill))",
     "level 1": r"cula\.(api|\w+\.api|registry|reference)",
     "level 2": r"cula\.(dist(\..*)?|\w+\.parallel)",
     "the package": r"cula",
-    "programs": r"cula\.(bench(\..*)?|\w+\.bench|__main__)",
+    "programs": r"cula\.(bench(\..*)?|fuzz(\..*)?|\w+\.(bench|fuzz)|__main__)",
 }
 
 

@@ -168,6 +168,14 @@ def check_finite(who: str, x: NamedTuple, skip: tuple[str, ...] = ()) -> None:
             raise ValueError(f"{who}: {name} holds NaN or Inf")
 
 
+def as_number(who: str, name: str, given: Any) -> float:
+    """A number, as a plain float."""
+    try:
+        return float(given)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{who}: {name} is {given!r}; expected a number") from error
+
+
 def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> None:
     """ValueError unless an argument is one of the known values."""
     if given not in known:

@@ -68,7 +68,7 @@ def decode(
     """
     assert family.decode is not None
     if options.scale is not None:
-        options = options._replace(scale=float(options.scale))
+        options = options._replace(scale=checks.as_number(who, "scale", options.scale))
     if is_dynamo_compiling():
         return operator.call_decode(family, x, options, device, backend, extra, who)
     static_args = None

@@ -59,6 +59,7 @@ class Family:
     transition: Transition
     decode: Decode | None = None
     bench: str = ""  # module with its benchmark, "cula.kda.bench"
+    fuzz: str = ""  # module that draws its calls for the fuzzer, "cula.kda.fuzz"
     replay: ReplayCache = field(default_factory=ReplayCache, compare=False)
     chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
     function: str = field(init=False)  # how errors call it: "cula_kda"

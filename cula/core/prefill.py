@@ -104,7 +104,7 @@ def prefill(
     """
     who = who or family.function
     if options.scale is not None:
-        options = options._replace(scale=float(options.scale))
+        options = options._replace(scale=checks.as_number(who, "scale", options.scale))
     if is_dynamo_compiling():
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
     tensors = x + serving

@@ -127,7 +127,7 @@ def describe_tokens(
 
 
 def needs_grad(tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def normalise_tokens(x: Any, **changes: Tensor | None) -> Any:

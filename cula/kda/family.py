@@ -27,4 +27,5 @@ FAMILY = Family(
     transition=TRANSITION,
     decode=Decode(KdaDecodeInputs, check_kda_decode, check_kda_decode_values),
     bench="cula.kda.bench",
+    fuzz="cula.kda.fuzz",
 )

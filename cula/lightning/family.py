@@ -27,4 +27,5 @@ FAMILY = Family(
     transition=TRANSITION,
     decode=Decode(LightningDecodeInputs, check_lightning_decode, check_lightning_decode_values),
     bench="cula.lightning.bench",
+    fuzz="cula.lightning.fuzz",
 )

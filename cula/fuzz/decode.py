@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes drawn at random: slots in every order, padded rows, drafts that are kept, undone or only verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula import reference
+from cula.api import cula_decode
+from cula.core.constants import MAX_DECODE_TOKENS
+from cula.fuzz.draw import Draw
+from cula.fuzz.family import Shape, fuzz_of
+from cula.fuzz.judge import changed_slots, damage, error_of
+
+BF16_ROUNDING = 4e-3  # of a state that is kept in bf16
+
+
+@dataclass
+class DecodeCall:
+    family: str
+    shape: Shape
+    keywords: dict[str, Any]
+    switches: dict[str, Any]
+    written: set[str] = field(default_factory=set)
+
+
+def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any]) -> DecodeCall:
+    fuzz = fuzz_of(family)
+    N, T = draw.integer(1, 5), draw.one_of((1, 1, 1, 2, 4, draw.integer(1, MAX_DECODE_TOKENS)))
+    s = replace(variant, B=N, T=T, N=N, lens=None)
+    unit = 1.0 if switches.get("use_qk_l2norm_in_kernel") else s.K**-0.5
+    values = {
+        "q": (draw.normal(N, T, s.H, s.K) * unit, s.dtype),
+        "k": (draw.normal(N, T, s.H, s.K) * unit, s.dtype),
+        "v": (draw.normal(N, T, s.HV, s.V), s.dtype),
+    } | fuzz.tensors(draw, s, switches)
+    kw: dict[str, Any] = {
+        name: draw.place(name, x, dtype, "any" if x.dim() > 2 else "plain") for name, (x, dtype) in values.items()
+    }
+    call = DecodeCall(family, s, kw, switches, {"state"})
+    kw |= switches | {
+        "mode": family,
+        "commit": draw.chance(0.8),
+        "null_index": draw.one_of(("negative", "negative", "nonpositive")),
+    }
+    if draw.chance(0.3):
+        kw["scale"] = 0.3
+    _draw_pool(draw, call)
+    if draw.chance(0.2):
+        kw["out"] = draw.place("out", torch.full((N, T, s.HV, s.V), torch.nan), s.dtype, "any")
+        call.written.add("out")
+    return call
+
+
+def _draw_pool(draw: Draw, call: DecodeCall) -> None:
+    s, kw = call.shape, call.keywords
+    N, T, states = s.N, s.T, (s.HV, s.V, s.K)
+    pool_dtype = draw.one_of((torch.float32, torch.bfloat16))
+    if draw.chance(0.1):  # no indices: slot n is row n's
+        kw["state"] = draw.place("state", draw.normal(N, *states), pool_dtype, "slots")
+        return
+    a_slot_a_token = T > 1 and draw.chance(0.3)
+    P = N * (T if a_slot_a_token else 1) + draw.integer(1, 3)
+    slots = draw.permutation(P)[: N * T].view(N, T) if a_slot_a_token else draw.permutation(P)[:N]
+    is_padding = draw.uniform(N) < 0.2
+    slots = torch.where(is_padding[:, None] if a_slot_a_token else is_padding, -1, slots)
+    if draw.chance(0.3):
+        kw["intermediate_states"] = draw.place("intermediate_states", draw.normal(N, T, *states), pool_dtype, "plain")
+        call.written.add("intermediate_states")
+    if (a_slot_a_token or "intermediate_states" in kw) and draw.chance(0.5):
+        accepted = (draw.uniform(N) * (T + 1)).long().clamp(max=T)
+        kw["num_accepted_tokens"] = draw.place("num_accepted_tokens", accepted, draw.one_of((torch.int32, torch.int64)), "plain")
+    values = torch.full((P, *states), torch.nan)
+    live = sorted({int(i) for i in slots.flatten() if i >= 0})
+    values[live] = draw.normal(len(live), *states)
+    kw["state"] = draw.place("state", values, pool_dtype, "slots")
+    kw["state_indices"] = draw.place("state_indices", slots, draw.one_of((torch.int32, torch.int64)), "plain")
+
+
+def judge_decode(draw: Draw, call: DecodeCall, backend: str, limit: float) -> str | None:
+    """Make the call; what is wrong with it, or None."""
+    kw = call.keywords
+    asked: dict[str, Any] = {name: _double(x) if isinstance(x, Tensor) else x for name, x in kw.items() if name != "out"}
+    o, pool = cula_decode(**kw, backend=backend)
+    want_o, want_pool, want_kept = reference.decode(**asked)
+    in_bf16 = kw["state"].dtype == torch.bfloat16
+    limit_of_states = limit + (BF16_ROUNDING * call.shape.T if in_bf16 else 0.0)
+    limit_of_o = limit + (BF16_ROUNDING if in_bf16 else 0.0)
+    wrong = error_of("o", o, want_o, limit_of_o)
+    written = _written_slots(kw)
+    for slot in sorted(written) if not wrong else ():
+        wrong = wrong or error_of(f"slot {slot}", pool[slot], want_pool[slot], limit_of_states)
+    if not wrong and want_kept is not None:
+        wrong = error_of("intermediate_states", kw["intermediate_states"], want_kept, limit_of_states)
+    return wrong or changed_slots(draw.buffers["state"].original(), kw["state"], written) or damage(draw, call.written)
+
+
+def _written_slots(kw: dict[str, Any]) -> set[int]:
+    if not kw["commit"]:
+        return set()
+    if "state_indices" not in kw:
+        return set(range(kw["state"].shape[0]))
+    first = 1 if kw["null_index"] == "nonpositive" else 0
+    indices = kw["state_indices"].tolist()
+    if kw["state_indices"].dim() == 1:
+        return {slot for slot in indices if slot >= first}
+    accepted = kw["num_accepted_tokens"].tolist() if "num_accepted_tokens" in kw else [0] * len(indices)
+    rows = [row for row, a in zip(indices, accepted) if row[max(a - 1, 0)] >= first]
+    return {slot for row in rows for slot in row if slot >= first}
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.detach().cpu().double() if t.is_floating_point() else t.cpu().clone()
