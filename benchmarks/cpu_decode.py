@@ -4,9 +4,9 @@
     python benchmarks/cpu_decode.py [--out benchmarks/results/cpu_decode.json]
 
 The loop is written as transformers writes the recurrent form of its linear-attention layers where no kernel is installed
-(`torch_recurrent_gated_delta_rule` of Qwen3-Next): tensors with heads in front, a state [K, V] that each step makes anew, products as
-multiply and sum. Here it takes one gate a channel (KDA), one a head (the gated delta rule) or the fixed decay of Lightning, without
-the delta. A round times every call once, so that other work on the machine falls on all of them alike.
+(`torch_recurrent_gated_delta_rule` of Qwen3-Next): tensors with heads in front, a state [K, V] that each step makes anew,
+products as multiply and sum. Here it takes one gate a channel (KDA), one a head (the gated delta rule) or the fixed decay of
+Lightning, without the delta. A round times each call once, so that other work on the machine falls on both alike.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A token decays a row's state S [HV, V, K], writes to it along its key, and is an
 
     S <- S D;   u = beta (v - S k), or v where there is no beta;   S <- S + u k^T;   o = scale S q
 
-Each is one pass over S, in place where S is float32. A state in the cache goes by in about 20 us a pass, no more than ten small calls
-of torch take, so that everything else is done once for all tokens and in few calls.
+Each is one pass over S, in place where S is float32. On a CPU a pass over a state in the cache takes no longer than ten small
+calls of torch, so that everything else is done once for all tokens, and in few calls.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, decay: Ten
         decay: the state's factor, [N, T, HV, K or 1] float32.
         beta: [N, T, HV, 1] float32, or None.
     """
-    p = problem
-    tokens = Tokens(q, k, x.v.float(), decay, beta)
-    if x.q.device.type == "cpu":
-        o = _row_by_row(p, x, tokens.of_heads()).view(p.N, p.T, p.HV, p.V)
-    else:
-        by_time = Tokens._make([None if t is None else t.transpose(0, 1) for t in tokens])
-        o = _all_rows(p, x, by_time.of_heads()).view(p.T, p.N, p.HV, p.V).transpose(0, 1)
-    return o.to(x.q.dtype).contiguous() if x.out is None else x.out.copy_(o)
+    o = torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
+    (_row_by_row if o.device.type == "cpu" else _all_rows)(problem, x, Tokens(q, k, x.v.float(), decay, beta, o))
+    return o.to(x.q.dtype) if x.out is None else x.out.copy_(o)
 
 
 class Tokens(NamedTuple):
-    """What meets the states: some tokens, and of each some heads. All in float32."""
+    """What meets the states, and what is answered, in float32: [N, T, HV, ...] or, one head behind the other, [heads, 1, ...]."""
 
-    q: Tensor  # [heads, 1, K]
-    k: Tensor  # [heads, 1, K]
-    v: Tensor  # [heads, 1, V]
-    decay: Tensor  # [heads, 1, K or 1]
-    beta: Tensor | None  # [heads, 1, 1]
+    q: Tensor  # K
+    k: Tensor  # K
+    v: Tensor  # V
+    decay: Tensor  # K or 1
+    beta: Tensor | None  # 1
+    o: Tensor  # V; written
+
+    def at(self, t: int) -> Tokens:
+        """Token t of each row."""
+        return Tokens._make([None if x is None else x[:, t] for x in self])
 
     def of_heads(self) -> Tokens:
-        """The heads of all tokens in a row, from tensors [..., HV, K], as they come."""
-        return Tokens._make([None if t is None else t.reshape(-1, 1, t.shape[-1]) for t in self])
+        """The heads of all tokens, as they come."""
+        return Tokens._make([None if x is None else x.reshape(-1, 1, x.shape[-1]) for x in self])
 
     def split(self, heads: int) -> Sequence[Tokens]:
         """So many heads each."""
         if len(self.q) == heads:
             return (self,)
-        return [Tokens._make(some) for some in zip(*[repeat(None) if t is None else t.split(heads) for t in self])]
+        return [Tokens._make(some) for some in zip(*[repeat(None) if x is None else x.split(heads) for x in self])]
 
-    def advance(self, S: Tensor, o: Tensor, scale: float) -> None:
-        """The state of each head [heads, V, K] by one token, in place, and what that answers [heads, 1, V]."""
-        q, k, v, decay, beta = self
+    def advance(self, S: Tensor, scale: float) -> None:
+        """The states of the heads [heads, V, K] by one token, in place, and o."""
+        q, k, v, decay, beta, o = self
         S.mul_(decay)
         u = v if beta is None else torch.baddbmm(v, k, S.mT, alpha=-1).mul_(beta)
         S.addcmul_(u.mT, k)
         torch.baddbmm(o, q, S.mT, beta=0, alpha=scale, out=o)
 
 
-def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> Tensor:
-    """On a CPU slots are at hand, so that a row works on its state where it lies: nothing is gathered or scattered. o [N T HV, 1, V]."""
+def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
+    """On a CPU slots are at hand, so that a row works on its state where it lies: nothing is gathered or scattered."""
     opt = p.options
     slots = [[n] for n in range(p.N)] if x.state_indices is None else x.state_indices.view(p.N, -1).tolist()
     accepted = [0] * p.N if x.num_accepted_tokens is None else x.num_accepted_tokens.tolist()
@@ -79,39 +79,36 @@ def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> Tensor:
     if opt.state_is_kv:
         states, kept = states.mT, None if kept is None else kept.mT
     writes_slot = opt.commit and not p.has_token_indices
-    o = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
-    each = list(zip(tokens.split(p.HV), o.split(p.HV)))
+    each = tokens.of_heads().split(p.HV)
     for n in range(p.N):
         of_row = each[n * p.T : (n + 1) * p.T]
         start = slots[n][max(accepted[n] - 1, 0) if p.has_token_indices else 0]
         if x.state_indices is not None and is_null(start):
-            for _, o_t in of_row:
-                o_t.zero_()
+            for token in of_row:
+                token.o.zero_()
             continue
         is_kept = accepted[n] > 0 and kept is not None
-        first = kept[n, accepted[n] - 1] if is_kept else states[start]
+        first = kept[n, accepted[n] - 1] if is_kept else states.select(0, start)
         is_in_place = writes_slot and not is_kept and first.dtype == torch.float32
         S = first if is_in_place else first.to(torch.float32, copy=True)
-        for t, (token, o_t) in enumerate(of_row):
-            token.advance(S, o_t, p.scale)
+        for t, token in enumerate(of_row):
+            token.advance(S, p.scale)
             if kept is not None:
                 kept[n, t] = S
             if opt.commit and p.has_token_indices and not is_null(slots[n][t]):
                 states[slots[n][t]] = S
         if writes_slot and not is_in_place:
             states[start] = S
-    return o
 
 
-def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> Tensor:
-    """Elsewhere all rows go together, and no index is read back. o [T N HV, 1, V]."""
+def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
+    """Elsewhere all rows go together, and no index is read back."""
     opt = p.options
     live, S = _first_states(p, x)  # [N], [N, HV, V, K]
-    o = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
-    each = zip(tokens.split(p.N * p.HV), o.split(p.N * p.HV))
-    for t, (token, o_t) in enumerate(each):
-        token.advance(S.view(-1, p.V, p.K), o_t, p.scale)
-        o_t.masked_fill_(~live.repeat_interleave(p.HV)[:, None, None], 0)
+    for t in range(p.T):
+        token = tokens.at(t).of_heads()
+        token.advance(S.view(-1, p.V, p.K), p.scale)
+        tokens.o[:, t] = torch.where(live[:, None, None], token.o.view(p.N, p.HV, p.V), 0)
         if x.intermediate_states is not None:
             _store(x.intermediate_states[:, t], _rows(p), live, S, opt.state_is_kv)
         if opt.commit and p.has_token_indices:
@@ -120,7 +117,6 @@ def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> Tensor:
     if opt.commit and not p.has_token_indices:
         slots = _rows(p) if x.state_indices is None else x.state_indices.long()
         _store(x.state, slots.to(S.device), live, S, opt.state_is_kv)
-    return o
 
 
 def for_value_heads(t: Tensor, group: int) -> Tensor:
