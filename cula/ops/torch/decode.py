@@ -4,14 +4,16 @@ never copied whole.
 
 A token decays a row's state S [HV, V, K], writes to it along its key, and is answered along its query:
 
-    S <- S D;   u = beta (v - S k), or v where there is no beta;   S <- S + u k^T;   o = S q
+    S <- S D;   u = beta (v - S k), or v where there is no beta;   S <- S + u k^T;   o = scale S q
 
-The two products with S come first and share one pass over it: S D k and S D q are S times (D k) and (D q), and o is
-S D q + u (k . q).
+Each is one pass over S, in place where S is float32. On a CPU a pass over a state in the cache takes no longer than ten small
+calls of torch, so that everything else is done once for all tokens, and in few calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -25,71 +27,88 @@ def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, decay: Ten
 
     Args:
         x: the family's decode inputs.
-        q, k: [N, T, HV, K] float32, normalised and scaled.
-        decay: the state's factor, [N, T, HV, 1, K or 1] float32.
+        q, k: [N, T, HV, K] float32, normalised.
+        decay: the state's factor, [N, T, HV, K or 1] float32.
         beta: [N, T, HV, 1] float32, or None.
     """
-    o = x.q.new_empty(problem.N, problem.T, problem.HV, problem.V) if x.out is None else x.out
-    (_row_by_row if x.q.device.type == "cpu" else _all_rows)(problem, x, Tokens(q, k, x.v.float(), decay, beta), o)
-    return o
+    o = torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
+    (_row_by_row if o.device.type == "cpu" else _all_rows)(problem, x, Tokens(q, k, x.v.float(), decay, beta, o))
+    return o.to(x.q.dtype) if x.out is None else x.out.copy_(o)
 
 
 class Tokens(NamedTuple):
-    """What meets the states, with dimensions [N, T] in front."""
+    """What meets the states, and what is answered, in float32: [N, T, HV, ...] or, one head behind the other, [heads, 1, ...]."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor | None
+    q: Tensor  # K
+    k: Tensor  # K
+    v: Tensor  # V
+    decay: Tensor  # K or 1
+    beta: Tensor | None  # 1
+    o: Tensor  # V; written
 
-    def at(self, rows: slice, t: int) -> Tokens:
-        return Tokens(*[None if x is None else x[rows, t] for x in self])  # type: ignore[arg-type]
+    def at(self, t: int) -> Tokens:
+        """Token t of each row."""
+        return Tokens._make([None if x is None else x[:, t] for x in self])
 
-    def advance(self, S: Tensor, o: Tensor) -> None:
-        """One token of some rows, [rows, HV, ...]: S in place, and o."""
-        read = (torch.stack([self.k, self.q], -2) * self.decay) @ S.mT  # [rows, HV, 2, V]
-        u = self.v if self.beta is None else self.beta * (self.v - read[:, :, 0])
-        S.mul_(self.decay).addcmul_(u.unsqueeze(-1), self.k.unsqueeze(-2))
-        o.copy_(read[:, :, 1] + u * (self.k * self.q).sum(-1, keepdim=True))
+    def of_heads(self) -> Tokens:
+        """The heads of all tokens, as they come."""
+        return Tokens._make([None if x is None else x.reshape(-1, 1, x.shape[-1]) for x in self])
+
+    def split(self, heads: int) -> Sequence[Tokens]:
+        """So many heads each."""
+        if len(self.q) == heads:
+            return (self,)
+        return [Tokens._make(some) for some in zip(*[repeat(None) if x is None else x.split(heads) for x in self])]
+
+    def advance(self, S: Tensor, scale: float) -> None:
+        """The states of the heads [heads, V, K] by one token, in place, and o."""
+        q, k, v, decay, beta, o = self
+        S.mul_(decay)
+        u = v if beta is None else torch.baddbmm(v, k, S.mT, alpha=-1).mul_(beta)
+        S.addcmul_(u.mT, k)
+        torch.baddbmm(o, q, S.mT, beta=0, alpha=scale, out=o)
 
 
-def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens, o: Tensor) -> None:
+def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
     """On a CPU slots are at hand, so that a row works on its state where it lies: nothing is gathered or scattered."""
     opt = p.options
     slots = [[n] for n in range(p.N)] if x.state_indices is None else x.state_indices.view(p.N, -1).tolist()
     accepted = [0] * p.N if x.num_accepted_tokens is None else x.num_accepted_tokens.tolist()
     is_null = (lambda slot: slot <= 0) if opt.null_is_nonpositive else (lambda slot: slot < 0)
+    states, kept = x.state, x.intermediate_states
+    if opt.state_is_kv:
+        states, kept = states.mT, None if kept is None else kept.mT
+    writes_slot = opt.commit and not p.has_token_indices
+    each = tokens.of_heads().split(p.HV)
     for n in range(p.N):
+        of_row = each[n * p.T : (n + 1) * p.T]
         start = slots[n][max(accepted[n] - 1, 0) if p.has_token_indices else 0]
         if x.state_indices is not None and is_null(start):
-            o[n] = 0
+            for token in of_row:
+                token.o.zero_()
             continue
-        is_kept = accepted[n] > 0 and x.intermediate_states is not None
-        first = x.intermediate_states[n, accepted[n] - 1] if is_kept else x.state[start]
-        writes_slot = opt.commit and not p.has_token_indices
-        is_in_place = writes_slot and not is_kept and first.dtype == torch.float32 and not opt.state_is_kv
-        S = first if is_in_place else (first.mT if opt.state_is_kv else first).to(torch.float32, copy=True)
-        S, row = S.unsqueeze(0), slice(n, n + 1)
-        for t in range(p.T):
-            tokens.at(row, t).advance(S, o[row, t])
-            as_kept = S[0].mT if opt.state_is_kv else S[0]
-            if x.intermediate_states is not None:
-                x.intermediate_states[n, t] = as_kept
+        is_kept = accepted[n] > 0 and kept is not None
+        first = kept[n, accepted[n] - 1] if is_kept else states.select(0, start)
+        is_in_place = writes_slot and not is_kept and first.dtype == torch.float32
+        S = first if is_in_place else first.to(torch.float32, copy=True)
+        for t, token in enumerate(of_row):
+            token.advance(S, p.scale)
+            if kept is not None:
+                kept[n, t] = S
             if opt.commit and p.has_token_indices and not is_null(slots[n][t]):
-                x.state[slots[n][t]] = as_kept
+                states[slots[n][t]] = S
         if writes_slot and not is_in_place:
-            x.state[start] = S[0].mT if opt.state_is_kv else S[0]
+            states[start] = S
 
 
-def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens, o: Tensor) -> None:
+def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
     """Elsewhere all rows go together, and no index is read back."""
-    opt, every = p.options, slice(None)
+    opt = p.options
     live, S = _first_states(p, x)  # [N], [N, HV, V, K]
     for t in range(p.T):
-        o_t = torch.empty_like(o[:, t], dtype=torch.float32)
-        tokens.at(every, t).advance(S, o_t)
-        o[:, t] = torch.where(live[:, None, None], o_t, 0).to(o.dtype)
+        token = tokens.at(t).of_heads()
+        token.advance(S.view(-1, p.V, p.K), p.scale)
+        tokens.o[:, t] = torch.where(live[:, None, None], token.o.view(p.N, p.HV, p.V), 0)
         if x.intermediate_states is not None:
             _store(x.intermediate_states[:, t], _rows(p), live, S, opt.state_is_kv)
         if opt.commit and p.has_token_indices:

@@ -387,10 +387,10 @@ def kda_decode(problem: DecodeProblem, x: KdaDecodeInputs) -> Tensor:
     q, k = x.q.float(), x.k.float()
     if opt.use_qk_l2norm_in_kernel:
         q, k = gate.l2_normalise(q)[0], gate.l2_normalise(k)[0]
-    q, k = (for_value_heads(t, p.HV // p.H) for t in (q * p.scale, k))  # [N, T, HV, K]
+    q, k = (for_value_heads(t, p.HV // p.H) for t in (q, k))  # [N, T, HV, K]
     g = x.g.float().unsqueeze(-1) if p.has_scalar_gate else x.g.float()  # [N, T, HV, K or 1]
     A = None if x.A_log is None else x.A_log.exp().view(p.HV, 1)
     bias = None if x.dt_bias is None else x.dt_bias.view(p.HV, -1)
-    decay = gate.log_decay(p.gate, g, A, bias, opt.lower_bound).exp().unsqueeze(-2)  # [N, T, HV, 1, K or 1]
+    decay = gate.log_decay(p.gate, g, A, bias, opt.lower_bound).exp()  # [N, T, HV, K or 1]
     beta = gate.beta_value(x.beta.float(), opt.use_beta_sigmoid_in_kernel, opt.allow_neg_eigval).unsqueeze(-1)
     return decode_rows(problem, x, q, k, decay, beta)

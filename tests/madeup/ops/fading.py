@@ -56,7 +56,7 @@ def fading_transition(problem, x):
 
 def fading_decode(problem, x):
     q, k = (for_value_heads(t.float(), problem.HV // problem.H) for t in (x.q, x.k))
-    return decode_rows(problem, x, q * problem.scale, k, torch.exp(-x.rate.float())[..., None, None], None)
+    return decode_rows(problem, x, q, k, torch.exp(-x.rate.float())[..., None], None)
 
 
 def _spans(p, x):
