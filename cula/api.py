@@ -18,14 +18,15 @@ from cula.core.decode import call_decode
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
+from cula.gdn.api import cula_gdn
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
 
-Mode = Literal["kda", "lightning"]  # what `cula_decode` decodes
+Mode = Literal["kda", "gdn", "lightning"]  # what `cula_decode` decodes
 NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
 STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 
-__all__ = ["cula_decode", "cula_kda", "cula_lightning", "explain"]
+__all__ = ["cula_decode", "cula_gdn", "cula_kda", "cula_lightning", "explain"]
 
 
 def cula_decode(
@@ -59,8 +60,8 @@ def cula_decode(
 ) -> tuple[Tensor, Tensor]:
     """Continue sequences by 1 to 8 tokens each, from states in a pool that is updated in place.
 
-    The recurrences are those of `cula_kda` (mode "kda": g, beta and the gate's keywords) and `cula_lightning`
-    (mode "lightning": decay). Inference only.
+    The recurrences are those of `cula_kda` (mode "kda": g, beta and the gate's keywords), `cula_gdn` (mode "gdn": the same with
+    one gate a head) and `cula_lightning` (mode "lightning": decay). Inference only.
 
     Row n starts from slot `state_indices[n]` (slot n without indices: the pool then has a slot for each row and no more) and
     leaves its last state there. Drafts that were
@@ -72,13 +73,13 @@ def cula_decode(
         q, k: `[N, T, H, K]`, or packed `[1, N, H, K]` (N rows of one token); bf16, fp16 or fp32.
         v: `[N, T, HV, V]` or `[1, N, HV, V]`, the dtype of q.
         state: pool `[P, HV, V, K]`, fp32 or bf16; slots contiguous, their stride may be padded.
-        mode: "kda" or "lightning".
+        mode: "kda", "gdn" or "lightning".
         state_indices: `[N]`, int32 or int64, any stride; a negative one marks a padded row, whose slot is neither read
             nor written and whose output is zero. `[N, T]`: the state after token t goes to slot `[n, t]`.
         scale: factor on o; `K ** -0.5` by default.
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
         g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval: as in `cula_kda`, for mode "kda".
+            allow_neg_eigval: as in `cula_kda` and `cula_gdn` (which has no bound), for modes "kda" and "gdn".
         decay: as in `cula_lightning`, for mode "lightning".
         num_accepted_tokens: `[N]` int32 or int64, 0 to T: how many tokens of the previous call stand.
         intermediate_states: `[N, T, HV, V, K]` buffer that receives the state after each token.
@@ -123,7 +124,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ch
     """Which backend would take this call and, for each better one, why not. Nothing runs and nothing is written.
 
     Args:
-        function: `cula_kda`, `cula_lightning` or `cula_decode`, or "kda", "lightning", "decode".
+        function: `cula_kda`, `cula_gdn`, `cula_lightning` or `cula_decode`, or "kda", "gdn", "lightning", "decode".
         *args, **kwargs: the arguments of the call; tensors on the "meta" device will do.
 
     Returns:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from cula.core.family import FAMILIES
 from cula.core.reference import relative_error
+from cula.gdn.reference import gdn, gdn_gate
 from cula.kda.reference import kda, kda_gate
 from cula.lightning.reference import lightning
 
-__all__ = ["decode", "kda", "kda_gate", "lightning", "relative_error"]
+__all__ = ["decode", "gdn", "gdn_gate", "kda", "kda_gate", "lightning", "relative_error"]
 
-DEFINITIONS: dict[str, Any] = {"kda": kda, "lightning": lightning}
+DEFINITIONS: dict[str, Any] = {"kda": kda, "gdn": gdn, "lightning": lightning}
 
 
 def decode(

@@ -15,7 +15,7 @@ LAYERS = {
     "core": r"cula\.core(\..*)?",
     "what a family is": r"cula\.(?!bench\.|fuzz\.)\w+\.(problem|transition|family|reference)",
     "ops": r"cula\.(ops(\..*)?|compile)",
-    "level 0": r"cula\.(utils|kda|lightning|(kda|lightning)\.(fla|serving|prefill))",
+    "level 0": r"cula\.(utils|kda|gdn|lightning|(kda|gdn|lightning)\.(fla|serving|prefill))",
     "level 1": r"cula\.(api|\w+\.api|registry|reference)",
     "level 2": r"cula\.(dist(\..*)?|\w+\.parallel)",
     "the package": r"cula",

@@ -205,7 +205,7 @@ def decode_arguments(**changes):
 
 
 DECODE_CASES = {
-    "an unknown mode": ({"mode": "gdn"}, ValueError, ("mode", "gdn", "lightning")),
+    "an unknown mode": ({"mode": "mamba"}, ValueError, ("mode", "mamba", "lightning")),
     "an unknown null rule": ({"null_index": "zero"}, ValueError, ("null_index", "zero")),
     "an unknown layout": ({"state_layout": "kk"}, ValueError, ("state_layout", "kk")),
     "no g": ({"g": None}, ValueError, ("g=",)),

@@ -12,6 +12,7 @@ import torch
 
 from cula.core.checks import word
 from cula.core.dispatch import AnyProblem, Backend
+from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import Arch
 from cula.ops.cute.archs import ARCHS
@@ -34,6 +35,7 @@ def why_not(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
 def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str | None:
     """What is missing to load kernels, and whether those that have never run on hardware do as they should on this machine."""
+    problem = _of_kernels(problem)
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
     if reason is not None or arch.has_run or not isinstance(problem, KdaProblem):
@@ -45,12 +47,18 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
 
 def how(op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
+    problem = _of_kernels(problem)
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
     if not isinstance(problem, KdaProblem) or gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
         return None
     from cula.ops.cute import kda  # see above
 
     return kda.how(problem, torch.cuda.get_device_properties(gpu).multi_processor_count)
+
+
+def _of_kernels(problem: AnyProblem) -> AnyProblem:
+    """The call that the kernels serve: a prefill of GDN is KDA's with one gate a head."""
+    return kda_problem(problem) if isinstance(problem, GdnProblem) else problem
 
 
 def backend_of(arch: Arch) -> Backend:

@@ -14,7 +14,7 @@ HOPPER = Arch(
         "lightning": ("sm90.lightning",),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "lightning", "decode"),
+    serves=("kda", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     has_run=True,
     kda=KdaTraits(

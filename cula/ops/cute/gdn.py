@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on the CuTe kernels: those of KDA that take one gate a head. Forward only, as they are."""
+
+from __future__ import annotations
+
+from cula.core.dispatch import AnyProblem
+from cula.gdn.problem import GdnProblem, by_kda, kda_problem
+from cula.ops.cute import decode, kda
+from cula.ops.cute.decode import decode as gdn_decode
+from cula.ops.cute.decode import record_decode as record_gdn_decode
+
+__all__ = ["gdn_decode", "gdn_fwd", "record_gdn_decode", "record_gdn_fwd", "why_not"]
+
+gdn_fwd = by_kda(kda.kda_fwd)
+record_gdn_fwd = by_kda(kda.record_kda_fwd)
+
+
+def why_not(op: str, problem: AnyProblem) -> str | None:
+    """Why the kernels do not serve a call on a GPU that they are for, as a sentence; None if they do."""
+    if not isinstance(problem, GdnProblem):
+        return decode.why_not(op, problem)
+    if problem.gate == "softplus":
+        return "has no softplus gate: pass log decays"
+    return kda.why_not(op, kda_problem(problem))
