@@ -1,10 +1,11 @@
-# make demo | test | fuzz | lint | format | bench-pages: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | fuzz | lint | format | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTHONS ?= $(BIN)/python  # that a wheel has native code for
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test fuzz lint format bench-pages clean
+.PHONY: demo test fuzz lint format wheel bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -23,6 +24,9 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+wheel: $(VENV)/installed  # dist/*.whl, with kernels compiled for every architecture: some ten minutes
+	$(BIN)/python tools/wheel.py --python $(PYTHONS)
 
 bench-pages: $(VENV)/installed  # docs/benchmarks and the block of README.md, from the result files
 	$(BIN)/python -m cula.bench report $(sort $(wildcard benchmarks/results/*.json)) --to docs/benchmarks --readme README.md

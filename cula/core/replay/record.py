@@ -7,14 +7,15 @@
     done = again(others)    # each time: outputs; NotImplemented where the others are not like the tensors, None where an address
                             # will not do or a launch failed
 
-The C code is compiled at the first record, by the function with which Triton compiles its own launchers, and kept in Triton's
-cache. Where that cannot be done, or torch does not let its tensors be read from C (before 2.10), all of it is done here in
-Python: the same calls, and a few microseconds more for each.
+The C code comes with a wheel. In a clone it is compiled at the first record, by the function with which Triton compiles its own
+launchers, and kept in Triton's cache. Where that cannot be done, or torch does not let its tensors be read from C (before 2.10),
+all of it is done here in Python: the same calls, and a few microseconds more for each.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import subprocess
 from collections.abc import Callable, Sequence
@@ -95,7 +96,11 @@ class LaunchRecord(NamedTuple):
 
 @functools.cache
 def _compiled() -> Any:
-    """The module that `native.c` makes, or None."""
+    """The module that `native.c` makes, from the wheel or compiled here; or None."""
+    try:
+        return importlib.import_module("cula.core.replay.cula_native")
+    except ImportError:
+        pass  # no wheel for this Python: compile it
     try:
         from triton.runtime.build import compile_module_from_src
 

@@ -5,8 +5,9 @@
     kernel(*addresses, *numbers, stream)           # a tvm-ffi function: what it takes is the variant's host function's
 
 With `CULA_KERNEL_DIR` set, kernels come from that folder, which `python -m cula.compile` made, and from nowhere else: a machine
-that serves never compiles. Otherwise they come from the cache, and one that is not there is compiled first. The loading is
-the same: the CuTe runtime library, then `tvm_ffi.load_module`; the DSL is not imported into this process.
+that serves never compiles. Otherwise they come from the folder that a wheel brought (`make wheel`), as long as the sources are
+the wheel's. Otherwise they come from the cache, and one that is not there is compiled first. The loading is the same: the CuTe
+runtime library, then `tvm_ffi.load_module`; the DSL is not imported into this process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cula.version
 from cula import settings
 from cula.ops.cute.toolchain import build
 from cula.ops.cute.toolchain.variants import modules_of, source_hash
@@ -30,6 +32,8 @@ logger = logging.getLogger("cula")
 
 RUNTIME = "libcute_dsl_runtime.so"
 MANIFEST = "manifest.json"
+SECONDS = 20  # that compiling a kernel takes, about
+IN_WHEEL = Path(cula.version.__file__).parent / "compiled"  # one folder an architecture; not there in a clone
 
 
 @functools.cache
@@ -61,10 +65,10 @@ def _missing(arch: str, kernels: Path | None) -> str | None:
     if kernels is not None:
         if not (kernels / arch / MANIFEST).is_file():
             return f"CULA_KERNEL_DIR={kernels} has no kernels for {arch} ({_how_to_compile(arch, kernels)})"
-    else:
+    elif not has_wheel_kernels(arch, modules_of(arch)):
         lacking = build.missing()
         if lacking is not None:
-            return f"{lacking}, and CULA_KERNEL_DIR names no folder of compiled kernels"
+            return f"{lacking}, CULA_KERNEL_DIR names no folder of compiled kernels, and this install came without any"
     if find_runtime() is None:
         return f"{RUNTIME} is not found (name it in CUTE_DSL_RUNTIME, or pip install '{build.DSL}=={build.DSL_VERSION}')"
     return None
@@ -75,12 +79,25 @@ def locate(name: str, arch: str, modules: tuple[str, ...]) -> Path:
     kernels = settings.kernel_dir()
     if kernels is not None:
         return _locate_compiled(kernels, name, arch, modules)
+    if has_wheel_kernels(arch, modules):
+        return IN_WHEEL / arch / f"{name}.so"
     folder = cache_folder(arch, modules)
     library = folder / f"{name}.so"
     if not library.is_file():
-        logger.info("compiling %s for %s into %s", name, arch, folder)
+        logger.warning("compiling the kernel %s for %s: some %d seconds, once; kept in %s", name, arch, SECONDS, folder)
         build.build(arch, modules, folder, [name], reuse=True)
     return library
+
+
+@functools.cache
+def has_wheel_kernels(arch: str, modules: tuple[str, ...]) -> bool:
+    """Whether the installed wheel has kernels compiled from just these sources."""
+    if not (IN_WHEEL / arch / MANIFEST).is_file():
+        return False
+    compiled_from, here = read_manifest(IN_WHEEL, arch)["sources"], source_hash(modules)
+    if compiled_from != here:
+        logger.warning("kernels of the installed wheel are not used: they are of sources %s, here are %s", compiled_from, here)
+    return compiled_from == here
 
 
 def _locate_compiled(kernels: Path, name: str, arch: str, modules: tuple[str, ...]) -> Path:
