@@ -6,7 +6,9 @@
 | `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
 | `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
+| `CULA_VLLM`        | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
 | `CUTE_DSL_RUNTIME` |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
+| `FLA_CULA`         | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
 | `TRITON_INTERPRET` | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
 | `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
@@ -43,6 +45,16 @@ def kernel_dir() -> Path | None:
 def self_check() -> bool:
     """Whether kernels that have never run on hardware are compared with the torch backend at their first use on a machine."""
     return os.environ.get("CULA_SELF_CHECK", "1") != "0"
+
+
+def fla_may_use_cula() -> bool:
+    """Whether FLA may hand calls to cuLA once cuLA is registered with it."""
+    return os.environ.get("FLA_CULA", "1") != "0"
+
+
+def vllm_uses_cula() -> bool:
+    """Whether the vLLM plug-in is switched on."""
+    return os.environ.get("CULA_VLLM", "0") not in ("", "0")
 
 
 def cute_runtime() -> Path | None:

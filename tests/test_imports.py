@@ -18,6 +18,8 @@ LAYERS = {
     "level 0": r"cula\.(utils|kda|gdn|lightning|(kda|gdn|lightning)\.(fla|serving|prefill))",
     "level 1": r"cula\.(api|\w+\.api|registry|reference)",
     "level 2": r"cula\.(dist(\..*)?|\w+\.parallel)",
+    "layers": r"cula\.layers(\..*)?",
+    "integrations": r"cula\.integrations(\..*)?",
     "the package": r"cula",
     "programs": r"cula\.(bench(\..*)?|fuzz(\..*)?|\w+\.(bench|fuzz)|__main__)",
 }
