@@ -20,9 +20,13 @@ FLAGS = {
     "h0": "start from a state",
     "ht": "return the last state",
     "scalar": "one gate a head (gated delta rule) instead of one a channel",
+    "f32": "gates and betas in float32 beside tokens in another dtype",
+    "pool": "first and last states in slots of a pool, in place (prefill)",
+    "keep": "the states after each draft token are kept (decode)",
 }
 # What a case of the suite "api" does beyond repeating one call.
 HOST_MODES = {"host": "", "host-o": "makes o", "host-lengths": "another length each time", "host-pool": "on a pool"}
+LABELLED = {"scalar": "one gate a head", "f32": "float32 gates", "pool": "on a pool", "keep": "states kept"}
 ALL_FLAGS = ("gate", "sigmoid", "norm", "h0", "ht")
 
 
@@ -45,7 +49,8 @@ class Case:
     flags: tuple[str, ...] = ALL_FLAGS
     packed: bool = False  # along T with cu_seqlens; otherwise a batch of equal lengths
     mode: str = ""  # dist: "cp-ring", "cp-scan", "tp"; api: one of HOST_MODES
-    pool: str = "float32"  # decode: the dtype of the states
+    pool: str = "float32"  # the dtype of the states of a decode, or of a prefill on a pool
+    model: str = ""  # models: whose call it is
 
     def __post_init__(self) -> None:
         if not self.lens or min(self.lens) < 1:
@@ -102,15 +107,14 @@ class Case:
 
     @property
     def label(self) -> str:
-        parts = [self.shape]
+        parts = [self.model, self.shape] if self.model else [self.shape]
         if (self.K, self.V) != (128, 128):
             parts.append(f"K={self.K} V={self.V}")
         if bench_of(self.family).gates:
             parts.append(self.gate)
         if self.pool != "float32":
             parts.append(f"{self.pool} states")
-        if self.has("scalar"):
-            parts.append("one gate a head")
+        parts += [text for flag, text in LABELLED.items() if self.has(flag)]
         if self.is_decode and self.is_host:
             parts.append(HOST_MODES[self.mode] or "out=")
         elif self.mode in HOST_MODES:
@@ -126,6 +130,7 @@ class Case:
         head = f"{self.suite}/{self.op}" + (f"/{self.mode}" if self.mode else "")
         flags = "+".join(self.flags) or "none"
         pool = "" if self.pool == "float32" else f"/pool-{self.pool}"
+        head += f"/{self.model.replace(' ', '-')}" if self.model else ""
         return f"{head}/{lens}/h{self.H}/hv{self.HV}/k{self.K}/v{self.V}/{self.gate}/{self.dtype}/{flags}{pool}"
 
     def to_json(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def expected(x: Inputs, part: Slice) -> Outputs:
     with torch.set_grad_enabled(case.is_train):
         o, state = _recurrence(x, leaves, part)
         want = {"o": o.detach()}
-        if part.tokens is None and (case.is_decode or case.has("ht")):
+        if part.tokens is None and (case.is_decode or case.has("ht") or case.has("pool")):
             want["state"] = state.detach()
         if case.is_train and x.do is not None:
             grads = torch.autograd.grad(o, list(leaves.values()), _cut(x.do, "o", case, part).double())

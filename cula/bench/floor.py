@@ -6,7 +6,8 @@ For a KDA prefill of T tokens in bf16 (e = 2 bytes an element):
     T (2 H K e + HV (2 V e + K e + e)) + 2 N HV V K 4
 
 that is q, k; v and o; g; beta; the states in and out. Training moves the forward's bytes, then the inputs again with do,
-and writes a gradient for each input. Decode reads and writes a state for each row.
+and writes a gradient for each input. Decode reads and writes a state for each row, and writes one for each draft
+token where those are kept.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from cula.bench.family import bench_of
 def floor_bytes(case: Case) -> int:
     e, state_bytes = case.torch_dtype.itemsize, DTYPES[case.pool].itemsize
     tokens_in = 2 * case.H * case.K * e + case.HV * case.V * e
-    tokens_in += bench_of(case.family).token_bytes(case)
+    tokens_in += bench_of(case.family).token_bytes(case) * (torch.float32.itemsize // e if case.has("f32") else 1)
     o = case.HV * case.V * e
     state = case.N * case.HV * case.V * case.K * state_bytes
     if case.is_decode:
-        return case.T * (tokens_in + o) + 2 * state
-    forward = case.T * (tokens_in + o) + state * (case.has("h0") + case.has("ht"))
+        kept = state * case.lens[0] * case.has("keep")
+        return case.T * (tokens_in + o) + 2 * state + kept
+    forward = case.T * (tokens_in + o) + state * (2 if case.has("pool") else case.has("h0") + case.has("ht"))
     if not case.is_train:
         return forward
     return forward + case.T * (2 * tokens_in + o) + 2 * state * case.has("h0")

@@ -21,7 +21,8 @@ SPARE_SLOTS = 3  # of a decode pool, so that slots and rows never coincide by ac
 
 @dataclass
 class Inputs:
-    """Shapes as in a family's inputs. For decode, B is N and `h0` is the pool, read through `state_indices`.
+    """Shapes as in a family's inputs. For decode, B is N and `h0` is the pool, read through `state_indices`; for a prefill on a
+    pool, `h0` is the slots' states in the order of the sequences, and `pool()` makes one.
 
     Gates, betas and decays are None where a family has none; what has no field here is in `own`.
     """
@@ -68,6 +69,13 @@ class Inputs:
         """cu_seqlens of the flattened tokens, for libraries that know only packed sequences."""
         return torch.tensor([0, *itertools.accumulate(self.case.lens)], dtype=dtype, device=self.device)
 
+    def pool(self) -> Tensor:
+        """A pool with the first states of a prefill in their slots."""
+        assert self.h0 is not None and self.state_indices is not None
+        pool = self.h0.new_zeros((len(self.h0) + SPARE_SLOTS, *self.h0.shape[1:]))
+        pool[self.state_indices.long()] = self.h0
+        return pool
+
     def packed(self, t: Tensor) -> Tensor:
         """[B, T, ...] as [tokens, ...]."""
         return t.reshape(-1, *t.shape[2:])
@@ -95,12 +103,18 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     q, k = random.normal(B, T, case.H, case.K), random.normal(B, T, case.H, case.K)
     x = Inputs(case, q, k, random.normal(B, T, case.HV, case.V))
     bench_of(case.family).add_inputs(x, random)
+    if case.has("f32"):
+        x.g, x.beta = (None if t is None else t.float() for t in (x.g, x.beta))
     if case.is_decode:
         slots = case.N + SPARE_SLOTS
         x.h0 = random.normal(slots, case.HV, case.V, case.K, dtype=DTYPES[case.pool])
         x.state_indices = torch.randperm(slots, generator=random.generator, device=device)[: case.N].to(torch.int32)
-    elif case.has("h0"):
-        x.h0 = random.normal(case.N, case.HV, case.V, case.K, dtype=torch.float32)
+    elif case.has("h0") or case.has("pool"):
+        x.h0 = random.normal(case.N, case.HV, case.V, case.K, dtype=DTYPES[case.pool])
+    if case.has("pool"):
+        x.state_indices = torch.randperm(case.N + SPARE_SLOTS, generator=random.generator, device=device)[: case.N].to(
+            torch.int32
+        )
     if case.packed:
         x.cu_seqlens = x.offsets(torch.int32)
     if case.is_train:

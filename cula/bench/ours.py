@@ -52,6 +52,10 @@ class Cula(Peer):
         if x.case.mode == "host-lengths":
             return self._of_many_lengths(x)
         function, args, options = self.call(x)
+        if x.case.has("pool"):
+            assert x.state_indices is not None
+            pool, slots = options["state_pool"], x.state_indices.long()
+            return Call(lambda: function(*args, **options), lambda done: {"o": done[0], "state": pool[slots]})
         return Call(lambda: function(*args, **options), read_pair)
 
     def _of_many_lengths(self, x: Inputs) -> Call:
@@ -77,6 +81,9 @@ class Cula(Peer):
             return cula.cula_decode, (t["q"], t["k"], t["v"], t["h0"]), options
         args, own = bench.call(x, t)
         options |= {"initial_state": t["h0"], "output_final_state": case.has("ht"), **own}
+        if case.has("pool"):
+            del options["initial_state"], options["output_final_state"]
+            options |= {"state_pool": x.pool(), "initial_state_indices": x.state_indices}
         if case.mode == "host-pool":
             pool = options.pop("initial_state").clone()
             options |= {"state_pool": pool, "initial_state_indices": torch.arange(len(pool), dtype=torch.int32, device=x.device)}
@@ -89,6 +96,8 @@ class Cula(Peer):
         pool, slots = x.h0.clone(), x.state_indices.long()
         out = None if x.case.mode == "host-o" else torch.empty_like(x.v)
         _, (q, k, v, _pool), options = self.call(x)
+        if x.case.has("keep"):
+            options["intermediate_states"] = pool.new_empty(x.case.N, x.case.lens[0], *pool.shape[1:])
 
         def read(done: Any) -> Outputs:
             return {"o": done[0] if out is None else out, "state": pool[slots]}

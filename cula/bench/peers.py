@@ -83,6 +83,19 @@ def read_pair(result: Any) -> Outputs:
     return {"o": o} if state is None else {"o": o, "state": state}
 
 
+def on_a_pool(x: Inputs, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Call:
+    """For a library that has no pools in its prefill: what its callers do around it, states gathered and scattered."""
+    assert x.state_indices is not None
+    pool, slots = x.pool(), x.state_indices.long()
+
+    def run() -> Tensor:
+        o, state = forward(pool[slots].float())
+        pool[slots] = state.to(pool.dtype)
+        return o
+
+    return Call(run, lambda o: {"o": o, "state": pool[slots]}, "states gathered from the pool and scattered back around it")
+
+
 class Fla(Peer):
     name, title = "fla", "FLA"
     module, package, install = "fla", "fla-core", "pip install fla-core"
@@ -108,7 +121,7 @@ class Fla(Peer):
         if case.packed:
             offsets = x.offsets(torch.int64)
             packing = {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets.cpu()}
-        common: dict[str, Any] = {"output_final_state": case.has("ht"), "state_v_first": True, **packing}
+        common: dict[str, Any] = {"output_final_state": case.has("ht") or case.has("pool"), "state_v_first": True, **packing}
         if case.family == "lightning":
             chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
             assert x.decay is not None
@@ -138,6 +151,8 @@ class Fla(Peer):
         if case.is_train:
             return training_call(x, forward)
         tensors = x.leaves()
+        if case.has("pool"):
+            return on_a_pool(x, lambda h0: forward(tensors | {"h0": h0}))
         return Call(lambda: forward(tensors), read_pair)
 
     def _kda_decode(self, x: Inputs) -> Call:
@@ -169,6 +184,8 @@ class CudnnFrontend(Peer):
     def why_not(self, case: Case) -> str | None:
         if case.op != "kda_prefill" or case.has("scalar"):
             return "its KDA forward is what is compared here"
+        if case.has("pool"):
+            return "its kernel takes no pool of states here"
         if case.has("gate") and case.gate == "init":
             return "its in-kernel gate is the bounded one only"
         if case.dtype != "bfloat16" or (case.K, case.V) != (128, 128):
@@ -208,6 +225,8 @@ class FlashKda(Peer):
     def why_not(self, case: Case) -> str | None:
         if case.op != "kda_prefill" or case.has("scalar"):
             return "it has a KDA forward only"
+        if case.has("pool"):
+            return "its kernel takes no pool of states"
         if case.gate == "init" or not {"gate", "sigmoid", "norm"} <= set(case.flags):
             return "its kernel always applies the bounded gate, the sigmoid and the norm"
         if case.dtype != "bfloat16" or case.H != case.HV or (case.K, case.V) != (128, 128):

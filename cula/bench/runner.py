@@ -156,7 +156,7 @@ def _entry(contender: Peer, x: Inputs, want: check.Outputs, part: check.Slice) -
             entry = _judge(found, x.case) | timing.measure(call.run, x.device).to_json()
             if call.note:
                 entry["note"] = call.note
-            if x.case.is_train:
+            if not x.case.is_host:
                 entry["peak_bytes"] = timing.peak_bytes(call.run, x.device)
             if x.case.is_host:
                 entry["host_loop_ms"] = timing.measure_loop(call.run, x.device)

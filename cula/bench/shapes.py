@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cula.bench.cases import Case
 
@@ -47,3 +47,62 @@ def host_cases(ops: Sequence[str], decode: str, gate: str, is_gpu: bool) -> list
 def on_cpu(cases: Sequence[Case]) -> list[Case]:
     """Small heads in float32: seconds, on any machine."""
     return [replace(c, K=64, V=64, dtype="float32") for c in cases]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose calls the suite "models" makes: heads of a layer, and how its callers hand over a prefill and a decode."""
+
+    name: str
+    H: int
+    HV: int
+    ranks: tuple[int, ...]  # of tensor parallelism: heads are shared among so many
+    gate: str
+    prefill: tuple[tuple[str, tuple[str, ...]], ...]  # of each caller: its name, the flags of its call
+    decode: tuple[str, ...]  # flags
+    pool: str = "float32"
+
+
+PROMPTS = ((1, 8192), (8, 2048), (1, 65536))  # sequences, tokens of each
+ROWS = ((1, 1), (64, 1), (256, 1), (64, 4))  # of a decode: rows, tokens of each; drafts keep their states
+
+
+def model_cases(family: str, models: Sequence[Model], is_gpu: bool) -> list[Case]:
+    """The calls of real callers, as they make them. Serving engines pack sequences; the longest prompt runs on the most ranks."""
+    cases: list[Case] = []
+    for m in models:
+        for ranks in m.ranks:
+            H, HV = m.H // ranks, m.HV // ranks
+            for (N, T), (caller, flags) in ((p, c) for p in PROMPTS for c in m.prefill):
+                if T <= 8192 or ranks == m.ranks[-1]:
+                    title, packed = f"{m.name} TP{ranks} {caller}", N > 1 and caller != "HF"
+                    pool = m.pool if "pool" in flags else "float32"
+                    cases.append(
+                        Case(
+                            "models",
+                            f"{family}_prefill",
+                            (T,) * N,
+                            H,
+                            HV,
+                            128,
+                            128,
+                            m.gate,
+                            "bfloat16",
+                            flags,
+                            packed,
+                            "",
+                            pool,
+                            title,
+                        )
+                    )
+            for N, T in ROWS:
+                flags = (*m.decode, "keep") if T > 1 else m.decode
+                title = f"{m.name} TP{ranks} decode"
+                cases.append(
+                    Case("models", f"{family}_decode", (T,) * N, H, HV, gate=m.gate, flags=flags, pool=m.pool, model=title)
+                )
+    return (
+        cases
+        if is_gpu
+        else on_cpu([replace(c, lens=(c.lens[0] // 64,) * min(c.N, 2) if not c.is_decode else c.lens[:2]) for c in cases[:6]])
+    )

@@ -13,6 +13,7 @@ from cula.bench.family import bench_of, with_benches
 # Suites that every family has cases of; the others are a family's own.
 SHARED = {
     "decode": "one token, or a few, for each row from a pool of states",
+    "models": "calls that models make, as serving engines and libraries make them",
     "dist": "context and tensor parallelism over the devices of this machine",
     "api": "host time a call: dispatch, eager, graph replay",
 }
