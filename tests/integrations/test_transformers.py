@@ -222,11 +222,8 @@ def test_through_kernels(name, mode):
 def test_compiled_whole(name):
     """`torch.compile(fullgraph=True)`: prefill, a step of generation, training; cuLA's operators are in the graph."""
     config = copy.deepcopy(model(name).config)
-    config.num_hidden_layers, config.layer_types, config.mlp_layer_types = (
-        2,
-        ["linear_attention", "full_attention"],
-        ["dense"] * 2,
-    )
+    config.num_hidden_layers, config.mlp_layer_types = 2, ["dense", "dense"]
+    config.layer_types = ["linear_attention", "full_attention"]
     m, ids = type(model(name))(config).eval(), tokens(1, 70)
     cula_hf.patch()
     graphs = []
