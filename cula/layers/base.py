@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers have in common: projections, short convolutions, heads, the cache, the way through a forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cula.core.constants import MAX_DECODE_TOKENS
+from cula.layers.parallel import from_rank_before, shared, size_of, summed
+from cula.layers.parts import LayerCache, ShortConvolution
+
+
+class LinearAttention(nn.Module):
+    """A layer with q, k, v projections, a recurrence over heads, and an output projection.
+
+    A subclass makes its parameters in `__init__` and says how its recurrence runs (`_prefill`, `_decode`, `_context_parallel`) and
+    what becomes of its output (`_finish`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        *,
+        use_short_conv: bool,
+        conv_size: int,
+        conv_bias: bool,
+        layer_idx: int | None,
+        tp_group: Any,
+        cp_group: Any,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        if num_v_heads % num_heads:
+            raise ValueError(f"{who}: num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
+        self.tp_group, self.cp_group, tp_size = tp_group, cp_group, size_of(tp_group)
+        if num_heads % tp_size:
+            raise ValueError(f"{who}: tp_group has {tp_size} ranks, which do not divide num_heads = {num_heads}")
+        self.hidden_size, self.layer_idx, self.conv_size = hidden_size, layer_idx, conv_size
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.num_heads, self.num_v_heads = num_heads // tp_size, num_v_heads // tp_size  # this rank's
+        self.key_dim, self.value_dim = self.num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.use_short_conv = use_short_conv
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    def new_cache(self, num_sequences: int) -> LayerCache:
+        """A cache of sequences that have no tokens yet."""
+        weight = self.q_proj.weight
+        widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
+        conv = tuple(weight.new_zeros(num_sequences, width, self.conv_size - 1) for width in widths)
+        state = (num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        return LayerCache(conv, weight.new_zeros(state, dtype=torch.float32))
+
+    @torch.no_grad()
+    def load_whole(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take this rank's share of the whole layer's parameters: all of them without a `tp_group`."""
+        mine = self.state_dict()
+        if mine.keys() != state_dict.keys():
+            raise ValueError(
+                f"{type(self).__name__}: parameters {sorted(mine.keys() ^ state_dict.keys())} are in one of both only"
+            )
+        rank = 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+        for name, parameter in mine.items():
+            whole = state_dict[name]
+            for dim, size in enumerate(parameter.shape):
+                if whole.shape[dim] != size:
+                    whole = whole.narrow(dim, rank * size, size)
+            parameter.copy_(whole)
+
+    def forward(self, hidden_states: Tensor, *, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            hidden_states: `[B, T, hidden_size]`; this rank's tokens with a `cp_group`.
+            cache: of `new_cache`; the sequences go on from it, and it is updated in place (inference only).
+            cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1).
+
+        Returns:
+            `[B, T, hidden_size]`.
+        """
+        self._check(hidden_states, cache, cu_seqlens)
+        x = shared(hidden_states, self.tp_group)
+        q, k, v = self._convolved((self.q_proj(x), self.k_proj(x), self.v_proj(x)), cache, cu_seqlens)
+        q, k, v = (t.unflatten(-1, (-1, d)) for t, d in zip((q, k, v), (self.head_k_dim, self.head_k_dim, self.head_v_dim)))
+        gates = self._gates(hidden_states, x)
+        if self.cp_group is not None:
+            o = self._context_parallel(q, k, v, gates)
+        elif cache is not None and cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS:
+            o = self._decode(q, k, v, gates, cache.recurrent)
+        else:
+            h0 = None if cache is None else cache.recurrent
+            o, final = self._prefill(q, k, v, gates, h0, cache is not None, cu_seqlens)
+            if cache is not None:
+                cache.recurrent.copy_(final)
+        return summed(self.o_proj(self._finish(o, hidden_states, x).flatten(-2)), self.tp_group)
+
+    def _check(self, hidden_states: Tensor, cache: LayerCache | None, cu_seqlens: Tensor | None) -> None:
+        who = type(self).__name__
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"{who}: hidden_states is {list(hidden_states.shape)}; expected [B, T, {self.hidden_size}]")
+        if self.cp_group is not None and (cache is not None or cu_seqlens is not None):
+            raise NotImplementedError(f"{who}: cache= and cu_seqlens= do not go with a cp_group; use cula.dist for those")
+        if cache is None:
+            return
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.q_proj.weight.requires_grad):
+            raise ValueError(f"{who}: a cache is for inference; call the layer under torch.no_grad()")
+        N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if cache.recurrent.shape[0] != N:
+            raise ValueError(f"{who}: the cache is of {cache.recurrent.shape[0]} sequences; the call has {N}")
+
+    def _convolved(self, qkv: tuple[Tensor, ...], cache: LayerCache | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+        if not self.use_short_conv:
+            return tuple(F.silu(t) for t in qkv)
+        out = []
+        for i, (t, conv) in enumerate(zip(qkv, (self.q_conv1d, self.k_conv1d, self.v_conv1d))):
+            past = None if cache is None else cache.conv[i]
+            if self.cp_group is not None:
+                past = self._of_rank_before(t)
+            out.append(conv(t, past, cu_seqlens))
+            if cache is not None:
+                conv.remember(cache.conv[i], t, cu_seqlens)
+        return tuple(out)
+
+    def _of_rank_before(self, t: Tensor) -> Tensor:
+        W = self.conv_size
+        if t.shape[1] < W - 1:
+            raise ValueError(f"{type(self).__name__}: {t.shape[1]} tokens on a rank of cp_group; a convolution needs {W - 1}")
+        return from_rank_before(t[:, t.shape[1] - (W - 1) :].transpose(1, 2).contiguous(), self.cp_group)
+
+    def _cp(self) -> dict[str, Any]:
+        return {
+            "sp_group": self.cp_group, "sp_size": size_of(self.cp_group), "sp_rank": dist.get_rank(self.cp_group),
+            "output_final_state": False,
+        }  # fmt: skip
+
+    def _gates(self, hidden_states: Tensor, x: Tensor) -> Any:
+        """What the recurrence takes besides q, k and v. `x` is `hidden_states` for use in this rank's heads."""
+        raise NotImplementedError
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, h0: Any, final: bool, cu_seqlens: Any) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, gates: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _finish(self, o: Tensor, hidden_states: Tensor, x: Tensor) -> Tensor:
+        """Norm and output gate of o `[B, T, HV, V]`."""
+        raise NotImplementedError
+
+
+def new_dt_bias(elements: int) -> nn.Parameter:
+    """The inverse softplus of time steps between 0.001 and 0.1, evenly spread in their logarithm."""
+    dt = torch.exp(torch.rand(elements) * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).clamp_min(1e-4)
+    return _without_decay(dt + torch.log(-torch.expm1(-dt)))
+
+
+def new_A_log(heads: int, low: float) -> nn.Parameter:
+    return _without_decay(torch.log(torch.empty(heads).uniform_(low, 16)))
+
+
+def _without_decay(value: Tensor) -> nn.Parameter:
+    """A parameter that optimizers should not decay, marked as flash-linear-attention marks it."""
+    parameter = nn.Parameter(value)
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def value_head_dim(who: str, head_dim: int, expand_v: float) -> int:
+    V = round(head_dim * expand_v)
+    if not math.isclose(V, head_dim * expand_v, rel_tol=1e-5):
+        raise ValueError(f"{who}: head_dim * expand_v is {head_dim * expand_v}; expected an integer")
+    return V
