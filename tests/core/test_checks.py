@@ -214,7 +214,7 @@ DECODE_CASES = {
     "no decay in mode lightning": ({"mode": "lightning", "g": None, "beta": None}, ValueError, ("decay",)),
     "g in mode lightning": ({"mode": "lightning", "decay": torch.rand(4)}, ValueError, ("g=", "kda")),
     "a pool of another layout": ({"state": torch.randn(5, 4, 8, 16)}, ValueError, ("state", "[P, HV, V, K]")),
-    "a pool in float16": ({"state": torch.randn(5, 4, 16, 8).half()}, TypeError, ("state", "float16")),
+    "a pool in float64": ({"state": torch.randn(5, 4, 16, 8).double()}, TypeError, ("state", "float64")),
     "a pool with strange strides": (
         {"state": torch.randn(5, 4, 8, 16).transpose(-1, -2)},
         ValueError,
