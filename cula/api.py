@@ -51,6 +51,8 @@ def cula_decode(
     decay: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
     null_index: Literal["negative", "nonpositive"] = "negative",
     commit: bool = True,
@@ -70,9 +72,9 @@ def cula_decode(
     in slot `state_indices[n, a - 1]`. a = 0 starts from the slot as usual.
 
     Args:
-        q, k: `[N, T, H, K]`, or packed `[1, N, H, K]` (N rows of one token); bf16, fp16 or fp32.
+        q, k: `[N, T, H, K]`, or packed `[1, N, H, K]` (N rows of one token, or those of `cu_seqlens`); bf16, fp16 or fp32.
         v: `[N, T, HV, V]` or `[1, N, HV, V]`, the dtype of q.
-        state: pool `[P, HV, V, K]`, fp32 or bf16; slots contiguous, their stride may be padded.
+        state: pool `[P, HV, V, K]`, fp32, bf16 or fp16; slots contiguous, their stride may be padded.
         mode: "kda", "gdn" or "lightning".
         state_indices: `[N]`, int32 or int64, any stride; a negative one marks a padded row, whose slot is neither read
             nor written and whose output is zero. `[N, T]`: the state after token t goes to slot `[n, t]`.
@@ -82,7 +84,12 @@ def cula_decode(
             allow_neg_eigval: as in `cula_kda` and `cula_gdn` (which has no bound), for modes "kda" and "gdn".
         decay: as in `cula_lightning`, for mode "lightning".
         num_accepted_tokens: `[N]` int32 or int64, 0 to T: how many tokens of the previous call stand.
-        intermediate_states: `[N, T, HV, V, K]` buffer that receives the state after each token.
+        intermediate_states: `[N, T, HV, V, K]` buffer that receives the state after each token; it may have more rows and
+            tokens than the call.
+        intermediate_state_indices: `[N]` int32 or int64: which row of that buffer is row n's; a negative one keeps nothing.
+        cu_seqlens: offsets `[N + 1]` of rows of several lengths, 0 to 8 tokens (at most as many as `state_indices` or
+            `intermediate_states` have room for), int32 or int64; q, k are then `[1, tokens, H, K]` and v likewise. A row
+            without tokens does nothing. Tokens behind the last offset are nobody's, and what comes out for them means nothing.
         out: tensor of v's shape that takes o.
         null_index: "negative", or "nonpositive" where slot 0 marks padding too.
         commit: False verifies without writing the pool.
@@ -111,7 +118,8 @@ def cula_decode(
         checks.check_choice(who, "state_layout", state_layout, tuple(STATE_LAYOUTS))
         raise
     tensors = (
-        q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay, num_accepted_tokens, intermediate_states, out
+        q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay,
+        num_accepted_tokens, intermediate_states, intermediate_state_indices, cu_seqlens, out,
     )  # fmt: skip
     options = (
         scale, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,

@@ -34,43 +34,47 @@ def decode(
     state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     null_index: str = "negative",
     commit: bool = True,
     scale: float | None = None,
     **own: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(o [N, T, HV, V], the pool afterwards, the intermediate states afterwards), float64; nothing is changed in place.
+    """(o of v's shape, the pool afterwards, the intermediate states afterwards), float64; nothing is changed in place.
 
     A row at a time, a token at a time: the definition of the family on one token from the row's state.
     """
-    N, T, HV, V = v.shape
+    N, T = v.shape[:2] if cu_seqlens is None else (len(cu_seqlens) - 1, v.shape[1])
     pool = state.double().clone()
     kept = None if intermediate_states is None else intermediate_states.double().clone()
-    o = torch.zeros(N, T, HV, V, dtype=torch.float64, device=q.device)
+    o = torch.zeros(v.shape, dtype=torch.float64, device=q.device)
     prefill, token_inputs = DEFINITIONS[mode], FAMILIES[mode].token_inputs
-    per_token: dict[str, Tensor] = {name: x for name, x in own.items() if name in token_inputs}
-    constant = {name: x for name, x in own.items() if name not in per_token}
+    of_tokens: dict[str, Tensor] = {"q": q, "k": k, "v": v} | {name: x for name, x in own.items() if name in token_inputs}
+    constant = {name: x for name, x in own.items() if name not in of_tokens}
 
     def is_null(slot: int) -> bool:
         return slot <= 0 if null_index == "nonpositive" else slot < 0
 
     for n in range(N):
         accepted = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n])
-        slots = [n] * T if state_indices is None else state_indices[n].expand(T).tolist()
+        slots = [n] if state_indices is None else state_indices[n].reshape(-1).tolist()
         slot_per_token = state_indices is not None and state_indices.dim() == 2
         start = slots[max(accepted - 1, 0)] if slot_per_token else slots[0]
-        if state_indices is not None and is_null(start):
+        row, first, end = (n, 0, T) if cu_seqlens is None else (0, int(cu_seqlens[n]), int(cu_seqlens[n + 1]))
+        if first == end or (state_indices is not None and is_null(start)):
             continue
         S = pool[start]
-        if accepted > 0 and kept is not None:
-            S = kept[n, accepted - 1].clone()
-        for t in range(T):
-            q_t, k_t, v_t = (x[n : n + 1, t : t + 1] for x in (q, k, v))
-            here: dict[str, Any] = {name: x[n : n + 1, t : t + 1] for name, x in per_token.items()}
-            o_t, S_t = prefill(q_t, k_t, v_t, **here, scale=scale, initial_state=S[None], **constant)
-            o[n, t], S = o_t[0, 0], S_t[0]
-            if kept is not None:
-                kept[n, t] = S
+        kept_row = n if intermediate_state_indices is None else int(intermediate_state_indices[n])
+        keeps = kept is not None and kept_row >= 0
+        if accepted > 0 and keeps:
+            S = kept[kept_row, accepted - 1].clone()  # type: ignore[index]
+        for t in range(end - first):
+            here: dict[str, Any] = {name: x[row : row + 1, first + t : first + t + 1] for name, x in of_tokens.items()}
+            o_t, S_t = prefill(**here, scale=scale, initial_state=S[None], **constant)
+            o[row, first + t], S = o_t[0, 0], S_t[0]
+            if keeps:
+                kept[kept_row, t] = S  # type: ignore[index]
             if commit and slot_per_token and not is_null(slots[t]):
                 pool[slots[t]] = S
         if commit and not slot_per_token:

@@ -4,7 +4,7 @@
 import torch
 
 from cula import reference
-from tests.support.calls import KdaCall, LightningCall
+from tests.support.calls import GdnCall, KdaCall, LightningCall
 
 
 def double(tensors):
@@ -45,6 +45,10 @@ def test_one_step_by_hand():
     h0 = torch.tensor([8.0]).view(1, 1, 1, 1)
     # token 0: S = 4, S += 1 (3 - 4) = 3, o = 3.  token 1: S = 1.5, S += 0.5 (5 - 1.5) = 3.25, o = 6.5
     o, state = reference.kda(q, k, v, g, beta, scale=1.0, initial_state=h0)
+    close(o.flatten(), torch.tensor([3.0, 6.5]), 1e-7)
+    close(state.flatten(), torch.tensor([3.25]), 1e-7)
+    # the same with one gate a head
+    o, state = reference.gdn(q, k, v, g[..., 0], beta, scale=1.0, initial_state=h0)
     close(o.flatten(), torch.tensor([3.0, 6.5]), 1e-7)
     close(state.flatten(), torch.tensor([3.25]), 1e-7)
     # Lightning: S = 4 + 3 = 7, o = 7; S = 3.5 + 5 = 8.5, o = 17
@@ -138,3 +142,12 @@ def test_packed_and_grouped_calls_are_what_they_say():
         assert torch.equal(o[:, start : start + length], o_alone)
         assert torch.equal(states[n : n + 1], state_alone)
         start += length
+
+
+def test_gdn_is_kda_with_one_gate_for_all_channels():
+    call = GdnCall(lens=(20, 0, 9), gate="softplus", norm=True, beta="negative", H=1, HV=2)
+    t = call.tensors()
+    t["g"] = 30 * t["g"]  # far beyond softplus' threshold too
+    spread = t | {"g": t["g"][..., None].expand(-1, -1, -1, call.K), "dt_bias": t["dt_bias"][:, None].expand(-1, call.K)}
+    for a, b in zip(reference.gdn(**t, **call.switches()), reference.kda(**spread, **call.switches())):
+        close(a, b)

@@ -21,6 +21,8 @@ from cula.bench.cases import Case
 from cula.bench.check import Outputs
 from cula.bench.inputs import Inputs
 
+GATHERED = "takes no slot indices: it was given its states gathered beforehand"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -105,7 +107,7 @@ class Fla(Peer):
             return "its kernels need a GPU"
         if case.is_decode and case.lens[0] > 1:
             return "several tokens a row: its draft tokens need a slot each"
-        if case.family not in ("kda", "lightning"):
+        if case.family not in ("kda", "gdn", "lightning"):
             return "not compared on this family"
         if case.family == "lightning" and case.HV != case.H:
             return "its Lightning kernels take as many value heads as query/key heads"
@@ -116,7 +118,8 @@ class Fla(Peer):
     def prepare(self, x: Inputs) -> Call:
         case = x.case
         if case.is_decode:
-            return self._kda_decode(x) if case.family == "kda" else self._lightning_decode(x)
+            by_family = {"kda": self._kda_decode, "gdn": self._gdn_decode, "lightning": self._lightning_decode}
+            return by_family[case.family](x)
         packing = {}
         if case.packed:
             offsets = x.offsets(torch.int64)
@@ -130,7 +133,7 @@ class Fla(Peer):
             def forward(t: dict[str, Tensor | None]) -> Any:
                 return chunk_simple_gla(t["q"], t["k"], t["v"], g_gamma=g_gamma, initial_state=t["h0"], **common)
 
-        elif case.has("scalar"):
+        elif case.family == "gdn" or case.has("scalar"):
             chunk_gdn = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
             switches = x.switches()
             switches.pop("lower_bound")
@@ -165,6 +168,15 @@ class Fla(Peer):
             lambda _: {"o": out, "state": pool[slots.long()]},
         )
 
+    def _gdn_decode(self, x: Inputs) -> Call:
+        step = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+        assert x.h0 is not None and x.state_indices is not None
+        switches = x.switches()
+        switches.pop("lower_bound")
+        options = switches | {"output_final_state": True, "state_v_first": True}
+        options |= {"g": x.g, "beta": x.beta, "initial_state": x.h0[x.state_indices.long()].contiguous()}
+        return Call(lambda: step(x.q, x.k, x.v, **options), read_pair, GATHERED)
+
     def _lightning_decode(self, x: Inputs) -> Call:
         step = importlib.import_module("fla.ops.simple_gla").fused_recurrent_simple_gla
         assert x.h0 is not None and x.state_indices is not None and x.decay is not None
@@ -173,7 +185,7 @@ class Fla(Peer):
         return Call(
             lambda: step(x.q, x.k, x.v, g_gamma=g_gamma, **options),
             read_pair,
-            "takes no slot indices: it was given its states gathered beforehand",
+            GATHERED,
         )
 
 
@@ -245,13 +257,17 @@ class FlashKda(Peer):
 
 
 class GatedDeltaRule(Peer):
-    """Libraries without KDA on this hardware, compared where KDA has one gate a head: the gated delta rule."""
+    """Libraries without KDA on this hardware, compared where there is one gate a head: Gated DeltaNet, and KDA like it."""
+
+    ops: tuple[str, ...] = ("gdn_prefill",)
 
     def why_not(self, case: Case) -> str | None:
-        if case.op != "kda_prefill" or not case.has("scalar"):
-            return "it has no KDA for this hardware; compared on one gate a head (--flags h0,ht,scalar)"
-        if {"gate", "sigmoid", "norm"} & set(case.flags):
-            return "compared with the gate, the sigmoid and the norm applied beforehand"
+        if case.op not in self.ops and not (case.op == "kda_prefill" and case.has("scalar")):
+            return f"compared on {', '.join(self.ops)}, and on KDA with one gate a head (--flags h0,ht,scalar)"
+        if not case.is_decode and {"gate", "sigmoid"} & set(case.flags):
+            return "compared with the gate and the sigmoid applied beforehand"
+        if not case.is_decode and case.has("norm"):
+            return "compared with the norm applied beforehand"
         return None
 
 
@@ -270,9 +286,17 @@ class FlashQla(GatedDeltaRule):
 class FlashInfer(GatedDeltaRule):
     name, title = "flashinfer", "FlashInfer"
     module, package, install = "flashinfer", "flashinfer-python", "pip install flashinfer-python"
+    ops = ("gdn_prefill", "gdn_decode")
+
+    def why_not(self, case: Case) -> str | None:
+        if case.is_decode and not {"gate", "sigmoid", "norm"} <= set(case.flags):
+            return "its decode applies the gate, the sigmoid and the norm"
+        return super().why_not(case)
 
     def prepare(self, x: Inputs) -> Call:
-        rule = importlib.import_module("flashinfer").chunk_gated_delta_rule
+        if x.case.is_decode:
+            return self._decode(x)
+        rule = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
         assert x.g is not None and x.beta is not None
         q, k, v, g, beta = (x.packed(t).contiguous() for t in (x.q, x.k, x.v, x.g.float().exp(), x.beta.float()))
         options = {"initial_state": x.h0, "output_final_state": x.case.has("ht"), "cu_seqlens": x.offsets(torch.int64)}
@@ -282,6 +306,23 @@ class FlashInfer(GatedDeltaRule):
             return read_pair((o.view(x.v.shape), state))
 
         return Call(lambda: rule(q, k, v, g, beta, **options), read)
+
+    def _decode(self, x: Inputs) -> Call:
+        """Its kernel for states [V, K]: one token, or several on bfloat16 states; its kernel for drafts on float32 ones."""
+        module = importlib.import_module("flashinfer.gdn_decode")
+        assert x.h0 is not None and x.state_indices is not None and x.g is not None and x.beta is not None
+        pool, slots = x.h0.clone(), x.state_indices
+        gates = (x.A_log, x.g, x.dt_bias, x.beta)
+
+        def drafts() -> Any:
+            return module.gated_delta_rule_mtp(x.q, x.k, x.v, pool, slots, *gates, disable_state_update=False)
+
+        def step() -> Any:
+            states = {"initial_state": pool, "initial_state_indices": slots}
+            return module.gated_delta_rule_decode_pretranspose(x.q, x.k, x.v, None, *gates, **states)
+
+        run = drafts if x.case.lens[0] > 1 and pool.dtype == torch.float32 else step
+        return Call(run, lambda done: {"o": done[0], "state": pool[slots.long()]})
 
 
 PEERS: tuple[Peer, ...] = (Fla(), CudnnFrontend(), FlashKda(), FlashQla(), FlashInfer())

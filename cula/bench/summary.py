@@ -119,7 +119,7 @@ class Group:
         ]
 
 
-HEADLINE = ("kda-prefill", "kda-train", "lightning", "decode")
+HEADLINE = ("kda-prefill", "kda-train", "gdn-prefill", "gdn-train", "lightning", "decode")
 HEAD = (
     "suite",
     "right",
@@ -140,7 +140,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
             words.append(" ".join(word for word in row["op"].split("_") if word != row["suite"]))
         if "scalar" in case["flags"]:
             words.append("one gate a head")
-        elif row["op"].startswith("kda") and row["suite"] != "api":
+        elif row["op"].startswith(("kda", "gdn")) and row["suite"] != "api":
             words.append(f"{case['gate']} gate")
         if row["suite"] == "dist":
             words.append(case["mode"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-POOL_DTYPES = (torch.float32, torch.bfloat16)
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a decode, for every family: look for a recorded launch, check, choose, run, record. See `core/prefill.py`.
 
-A call has N rows of T tokens each; a packed call `[1, N, H, K]` is N rows of one.
+A call has N rows of T tokens each; a packed call `[1, N, H, K]` is N rows of one. With `cu_seqlens` it is ragged: rows of up to
+T tokens each lie behind each other, and T is known on the device alone, so that the problem has an upper bound.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator as operators
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad
 
 
 class Dims(NamedTuple):
-    """The sizes of a decode, and how its tokens lie: lead is (N, T), or (1, N) where rows are packed."""
+    """The sizes of a decode, and how its tokens lie: lead is (N, T), or (1, tokens of all rows) where rows are packed."""
 
     N: int
     T: int
@@ -82,7 +84,7 @@ def decode(
         elif not needs_grad(x) and (known := family.decode.chosen.find(x, static_args)) is not None:
             request, kernel = known
             request = request._replace(x=x)
-            if x.state_indices is not None:
+            if _has_values(x):
                 check_values(request)
             with running_on(x.q):
                 o = kernel(request.problem, x)
@@ -97,7 +99,7 @@ def decode(
     checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)
-    if settings.check_values() or (x.q.device.type == "cpu" and x.state_indices is not None):
+    if settings.check_values() or (x.q.device.type == "cpu" and _has_values(x)):
         check_values(request)
     with running_on(x.q):
         kernel = choice.backend.load(family.name, f"{family.name}_decode")
@@ -142,9 +144,14 @@ def describe_decode(
     layout, inner = ("[P, HV, K, V]", (HV, K, V)) if options.state_is_kv else ("[P, HV, V, K]", (HV, V, K))
     P = checks.check_pool(who, "state", state, layout, inner)
     checks.check_devices(who, q.device, **dict(zip(x._fields[3:], x[3:])))
-    is_packed = _check_rows(x, B, rows, P, who)
-    N, T = (rows, 1) if is_packed else (B, rows)
-    dims = Dims(N, T, H, HV, K, V, (1, N) if is_packed else (N, T), "[1, N" if is_packed else "[N, T")
+    is_ragged = x.cu_seqlens is not None
+    is_packed = not is_ragged and _check_rows(x, B, rows, P, who)
+    if is_ragged:
+        N, T = _check_ragged_rows(x, rows, P, who)
+        dims = Dims(N, T, H, HV, K, V, (1, rows), "[1, tokens")
+    else:
+        N, T = (rows, 1) if is_packed else (B, rows)
+        dims = Dims(N, T, H, HV, K, V, (1, N) if is_packed else (N, T), "[1, N" if is_packed else "[N, T")
     own, facts = traits.check(x, options, dims, who)
     _check_drafts(x, dims, layout, inner, who)
     if needs_grad(x) if trains is None else trains:
@@ -173,6 +180,7 @@ def describe_decode(
         scale=K**-0.5 if options.scale is None else float(options.scale),
         options=options,
         has_aligned_slots=checks.has_aligned_slots(state),
+        is_ragged=is_ragged,
         **facts,
     )
     return DecodeRequest(family, problem, _as_rows(x, own, is_packed), is_packed, who)
@@ -181,11 +189,7 @@ def describe_decode(
 def _check_rows(x: Any, B: int, rows: int, P: int, who: str) -> bool:
     """How q's first two dimensions are to be read; whether as packed rows of one token."""
     indices = x.state_indices
-    if indices is not None:
-        checks.check_tensor(who, "state_indices", indices)
-        checks.check_dtype(who, "state_indices", indices, INDEX_DTYPES)
-        if indices.dim() not in (1, 2):
-            raise ValueError(f"{who}: state_indices has shape {checks.shape_of(indices)}; expected [N] or [N, T]")
+    _check_indices(indices, who)
     sequences = P if indices is None else indices.shape[0]
     is_packed = sequences != B and B == 1 and sequences == rows
     if sequences != B and not is_packed:
@@ -206,6 +210,35 @@ def _check_rows(x: Any, B: int, rows: int, P: int, who: str) -> bool:
     return is_packed
 
 
+def _check_indices(indices: Tensor | None, who: str) -> None:
+    if indices is None:
+        return
+    checks.check_tensor(who, "state_indices", indices)
+    checks.check_dtype(who, "state_indices", indices, INDEX_DTYPES)
+    if indices.dim() not in (1, 2):
+        raise ValueError(f"{who}: state_indices has shape {checks.shape_of(indices)}; expected [N] or [N, T]")
+
+
+def _check_ragged_rows(x: Any, tokens: int, P: int, who: str) -> tuple[int, int]:
+    """How many rows `cu_seqlens` makes of q's tokens, and the most tokens that one of them may have."""
+    indices, kept = x.state_indices, x.intermediate_states
+    N = checks.check_cu_seqlens(who, x.cu_seqlens, x.q)
+    _check_indices(indices, who)
+    if (P if indices is None else indices.shape[0]) != N:
+        given = f"state holds {P} slots" if indices is None else f"state_indices has shape {checks.shape_of(indices)}"
+        raise ValueError(f"{who}: cu_seqlens has {N} rows, but {given}; give one index a row")
+    if tokens < 1:
+        raise ValueError(f"{who}: q has shape {checks.shape_of(x.q)}; decode takes at least one token")
+    T = min(tokens, MAX_DECODE_TOKENS)
+    if indices is not None and indices.dim() == 2:
+        T = indices.shape[1]
+        if not 1 <= T <= MAX_DECODE_TOKENS:
+            raise ValueError(f"{who}: state_indices has {T} slots a row; decode takes 1 to {MAX_DECODE_TOKENS} tokens a row")
+    elif kept is not None and checks.rank_of(who, "intermediate_states", kept) == 5:
+        T = min(T, kept.shape[1])
+    return N, T
+
+
 def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], who: str) -> None:
     """What keeps and undoes draft tokens, and `out`."""
     if x.num_accepted_tokens is not None:
@@ -216,13 +249,30 @@ def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], 
                 f"{who}: num_accepted_tokens needs the states it goes back to: pass intermediate_states=, "
                 "or state_indices of shape [N, T]"
             )
-    if x.intermediate_states is not None:
-        wanted = (dims.N, dims.T, *inner)
-        checks.check_shape(who, "intermediate_states", x.intermediate_states, "[N, T" + layout[2:], wanted)
-        checks.check_dtype(who, "intermediate_states", x.intermediate_states, POOL_DTYPES)
+    _check_kept_states(x, dims, layout, inner, who)
     if x.out is not None:
         checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
         checks.check_dtype(who, "out", x.out, (x.q.dtype,))
+
+
+def _check_kept_states(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], who: str) -> None:
+    """The buffer for states of draft tokens: with room for every row and token, or with the rows that are named."""
+    kept, rows = x.intermediate_states, x.intermediate_state_indices
+    if rows is not None:
+        if kept is None:
+            raise ValueError(f"{who}: intermediate_state_indices names rows of intermediate_states, which is None")
+        checks.check_shape(who, "intermediate_state_indices", rows, "[N]", (dims.N,))
+        checks.check_dtype(who, "intermediate_state_indices", rows, INDEX_DTYPES)
+    if kept is None:
+        return
+    rank = checks.rank_of(who, "intermediate_states", kept)
+    least = (1 if rows is not None else dims.N, dims.T)
+    if rank != 5 or kept.shape[2:] != inner or any(has < needs for has, needs in zip(kept.shape, least)):
+        raise ValueError(
+            f"{who}: intermediate_states has shape {checks.shape_of(kept)}; expected [N, T{layout[2:]} = "
+            f"{[dims.N, dims.T, *inner]}, or more rows and tokens"
+        )
+    checks.check_dtype(who, "intermediate_states", kept, POOL_DTYPES)
 
 
 def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
@@ -236,24 +286,43 @@ def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
     return x._replace(**tokens, **of_tokens, out=rows(x.out))
 
 
+def _has_values(x: Any) -> bool:
+    """Whether a call has numbers that say where to read and write, which are checked where they are at hand."""
+    return x.state_indices is not None or x.cu_seqlens is not None or x.intermediate_state_indices is not None
+
+
 def check_values(request: DecodeRequest) -> None:
     """The checks that read data: slots in range and distinct, accepted counts; with CULA_CHECK=1 also what a family checks."""
     x, p, who = request.x, request.problem, request.who
     if x.state_indices is not None:
         checks.check_slots(who, "state_indices", x.state_indices, p.P, p.options.null_is_nonpositive)
-    accepted = x.num_accepted_tokens
-    if accepted is not None and bool(((accepted < 0) | (accepted > p.T)).any()):
-        raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {p.T}")
+    accepted, kept = x.num_accepted_tokens, x.intermediate_states
+    most = p.T if kept is None else kept.shape[1]
+    if accepted is not None and bool(((accepted < 0) | (accepted > most)).any()):
+        raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {most}")
+    if x.intermediate_state_indices is not None:
+        rows = kept.shape[0]
+        checks.check_slots(who, "intermediate_state_indices", x.intermediate_state_indices, rows, null_is_nonpositive=False)
+    if x.cu_seqlens is not None:
+        _check_lengths(x.cu_seqlens.tolist(), x.q.shape[1], p.T, who)
     if settings.check_values():
-        checks.check_finite(who, x, skip=("state", "state_indices", "num_accepted_tokens", "intermediate_states", "out"))
+        checks.check_finite(who, x, skip=("state", "intermediate_states", "out"))
         assert request.family.decode is not None
         request.family.decode.check_values(x, p, who)
+
+
+def _check_lengths(offsets: list[int], tokens: int, most: int, who: str) -> None:
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or offsets[-1] > tokens or min(lengths) < 0:
+        raise ValueError(f"{who}: cu_seqlens is {offsets}; expected non-decreasing offsets from 0 to at most {tokens} tokens")
+    if max(lengths) > most:
+        raise ValueError(f"{who}: cu_seqlens has a row of {max(lengths)} tokens; this call takes up to {most} a row")
 
 
 # The tensors of `cula_decode`, of which each family takes those that it has.
 CALL_FIELDS = (
     "q", "k", "v", "state", "state_indices", "g", "beta", "A_log", "dt_bias", "decay",
-    "num_accepted_tokens", "intermediate_states", "out",
+    "num_accepted_tokens", "intermediate_states", "intermediate_state_indices", "cu_seqlens", "out",
 )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ class Transition:
 class Decode:
     """A family's decode: its tensors, and what is to be checked of those that are its own."""
 
-    # NamedTuple: q, k, v, state, state_indices; the family's own; num_accepted_tokens, intermediate_states, out
+    # NamedTuple: q, k, v, state, state_indices; the family's own; num_accepted_tokens, intermediate_states,
+    # intermediate_state_indices, cu_seqlens, out
     Inputs: Any
     # (inputs, options, dims, who) -> (the family's own tensors, normalised; fields of DecodeProblem that are its own)
     check: Callable[[Any, DecodeOptions, Any, str], tuple[dict[str, Tensor | None], dict[str, Any]]]
@@ -42,7 +43,7 @@ class Decode:
     chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "own", self.Inputs._fields[5:-3])
+        object.__setattr__(self, "own", self.Inputs._fields[5:-5])
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def check_checkpoints(every: int | None, buffer: Tensor | None, problem: Problem
     if buffer.dim() != 4 or buffer.shape[1:] != inner:
         raise ValueError(f"{who}: checkpoint_states has shape {list(buffer.shape)}; expected [M, HV, V, K] = {['M', *inner]}")
     if buffer.dtype not in POOL_DTYPES:
-        raise ArgumentTypeError(f"{who}: checkpoint_states has dtype {buffer.dtype}; expected float32 or bfloat16")
+        raise ArgumentTypeError(f"{who}: checkpoint_states has dtype {buffer.dtype}; expected float32, bfloat16 or float16")
     if problem.needs_grad:
         raise ValueError(f"{who}: checkpoint_states is for inference, but an input requires grad; call under torch.no_grad()")
 

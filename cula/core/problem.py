@@ -66,6 +66,7 @@ class DecodeProblem:
     scale: float
     options: DecodeOptions
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
+    is_ragged: bool = False  # rows have up to T tokens each, as cu_seqlens says; token tensors are [1, all of them, ...]
     # of families with gates
     has_scalar_gate: bool = False
     g_dtype: torch.dtype | None = None

@@ -21,6 +21,7 @@ from cula.dist.buffers import alloc_decode_state_pool, alloc_state_buffer
 from cula.dist.comm import tie
 from cula.dist.cost import Schedule
 from cula.dist.varlen import split_cu_seqlens_for_sp
+from cula.gdn.parallel import cula_gdn_cp, cula_gdn_tp, cula_gdn_tp_cp
 from cula.kda.parallel import cula_kda_cp, cula_kda_tp, cula_kda_tp_cp
 from cula.lightning.parallel import cula_lightning_cp, cula_lightning_tp, cula_lightning_tp_cp
 
@@ -28,6 +29,9 @@ __all__ = [
     "Schedule",
     "alloc_decode_state_pool",
     "alloc_state_buffer",
+    "cula_gdn_cp",
+    "cula_gdn_tp",
+    "cula_gdn_tp_cp",
     "cula_kda_cp",
     "cula_kda_tp",
     "cula_kda_tp_cp",

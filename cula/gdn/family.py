@@ -26,5 +26,6 @@ FAMILY = Family(
     value_head_dims={"v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1},
     transition=TRANSITION,
     decode=Decode(GdnDecodeInputs, check_gdn_decode, check_gdn_decode_values),
+    bench="cula.gdn.bench",
     fuzz="cula.gdn.fuzz",
 )

@@ -7,7 +7,6 @@ dispatched like `cula_kda`, so that the fastest kernel of the machine serves the
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
+from cula.core.fla import own_states, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -73,8 +73,8 @@ def chunk_kda(
     who = "chunk_kda"
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: chunk_size is {chunk_size!r}; expected 32 or 64")
-    _warn_of_ignored(who, kwargs)
-    state_v_first = _layout(state_v_first, transpose_state_layout)
+    warn_of_ignored(who, kwargs)
+    state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
     elif not safe_gate and lower_bound is not None and lower_bound < LOWER_BOUND_MIN:
@@ -95,9 +95,9 @@ def chunk_kda(
     if cp_context is not None:
         x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
         return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, "auto", {}, who)
-    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, _swap(initial_state, state_v_first), cu_seqlens)
+    x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
     o, final_state, *states = prefill(FAMILY, x, options, backend=backend, who=who)
-    final_state = _swap(final_state, state_v_first)
+    final_state = swap_layout(final_state, state_v_first)
     if return_intermediate_states:
         h = states[0].to(q.dtype)
         return o, final_state, h if state_v_first else h.transpose(-1, -2).contiguous()
@@ -146,8 +146,8 @@ def fused_recurrent_kda(
         `(o, final_state)`; final_state is None unless `output_final_state` or `inplace_final_state`.
     """
     who = "fused_recurrent_kda"
-    _warn_of_ignored(who, kwargs)
-    state_v_first = _layout(state_v_first, transpose_state_layout)
+    warn_of_ignored(who, kwargs)
+    state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     is_deep = use_gate_in_kernel and lower_bound is not None and lower_bound < LOWER_BOUND_MIN
@@ -171,10 +171,10 @@ def fused_recurrent_kda(
             allow_neg_eigval=allow_neg_eigval,
             output_final_state=output_final_state,
         )
-        x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, _swap(initial_state, state_v_first), cu_seqlens)
+        x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
         o, final_state = prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
-        return o, _swap(final_state, state_v_first)
-    pool = initial_state if inplace_final_state else _own_states(q, v, initial_state, state_v_first)
+        return o, swap_layout(final_state, state_v_first)
+    pool = initial_state if inplace_final_state else own_states(q, v, initial_state, state_v_first)
     assert pool is not None
     rows = KdaDecodeInputs(
         q, k, v, pool, ssm_state_indices, g, beta, A_log, dt_bias, num_accepted_tokens=num_accepted_tokens, out=out
@@ -192,41 +192,8 @@ def fused_recurrent_kda(
     return o, pool if output_final_state or inplace_final_state else None
 
 
-def _layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """FLA's deprecated name of `state_v_first`, with FLA's words."""
-    if transpose_state_layout is None:
-        return state_v_first
-    if state_v_first:
-        raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
-    warnings.warn(
-        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3
-    )  # fmt: skip
-    return transpose_state_layout
-
-
-def _warn_of_ignored(who: str, kwargs: dict[str, Any]) -> None:
-    if kwargs:
-        warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=3)
-
-
 def _deep_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
     """Log decays of a bounded gate whose bound is lower than kernels may rely on, in float32."""
     heads = (g.shape[2], 1) if g.dim() == 4 else (g.shape[2],)
     z = g.float() if dt_bias is None else g.float() + dt_bias.float().reshape(g.shape[2:])
     return lower_bound * torch.sigmoid(z if A_log is None else A_log.float().reshape(heads).exp() * z)
-
-
-def _own_states(q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool) -> Tensor:
-    """States in the caller's layout that a decode may write."""
-    if initial_state is not None:
-        return initial_state.float().clone(memory_format=torch.contiguous_format)
-    inner = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return torch.zeros(q.shape[0], v.shape[2], *inner, dtype=torch.float32, device=q.device)
-
-
-def _swap(state: Tensor | None, state_v_first: bool) -> Tensor | None:
-    """Between the caller's layout and [N, HV, V, K], in float32."""
-    if state is None:
-        return None
-    state = state.float()
-    return state if state_v_first else state.transpose(-1, -2).contiguous()

@@ -119,7 +119,9 @@ class KdaDecodeInputs(NamedTuple):
     A_log: Tensor | None = None  # [HV]
     dt_bias: Tensor | None = None  # [HV, K] or [HV]
     num_accepted_tokens: Tensor | None = None  # [N]
-    intermediate_states: Tensor | None = None  # [N, T, HV, V, K] (K, V for "kv"); read and written
+    intermediate_states: Tensor | None = None  # [N, T, HV, V, K] (K, V for "kv"), or larger; read and written
+    intermediate_state_indices: Tensor | None = None  # [N]: rows of it; row n without
+    cu_seqlens: Tensor | None = None  # [N + 1]: rows of several lengths, packed; tokens are then [1, all of them, ...]
     out: Tensor | None = None  # [N, T, HV, V]; written
 
 

@@ -51,8 +51,8 @@ def kda_decode(
     Returns:
         o, of v's shape.
     """
-    _check_softplus("kda_decode", softplus_beta, softplus_threshold)
-    slots = _one_token_each(initial_state_indices, cu_seqlens, "kda_decode")
+    check_softplus("kda_decode", softplus_beta, softplus_threshold)
+    slots = one_token_each(initial_state_indices, cu_seqlens, "kda_decode")
     g, beta = a.reshape(*v.shape[:3], q.shape[-1]), b.reshape(v.shape[:3])
     x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log.reshape(-1), dt_bias, out=out)
     return _decode("kda_decode", x, scale, lower_bound, use_qk_l2norm_in_kernel, state_layout)
@@ -91,16 +91,11 @@ def kda_packed_decode(
         o `[1, N, HV, V]`.
     """
     who = "kda_packed_decode"
-    N, width = mixed_qkv.shape
+    N = mixed_qkv.shape[0]
     H, K = num_heads, head_dim_k
     HV = initial_state_source.shape[1]
     V = initial_state_source.shape[3 if state_layout == "kv" else 2]
-    if width != 2 * H * K + HV * V:
-        raise ValueError(
-            f"{who}: mixed_qkv has {width} columns; {H} heads of {K} twice and {HV} of {V} make {2 * H * K + HV * V}"
-        )
-    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
-    q, k, v = (t.unflatten(-1, shape).unsqueeze(0) for t, shape in ((q, (H, K)), (k, (H, K)), (v, (HV, V))))
+    q, k, v = split_packed(who, mixed_qkv, H, K, HV, V)
     A = None if A_log is None else A_log.reshape(-1)
     g, beta = a.reshape(1, N, HV, K), b.reshape(1, N, HV)
     x = KdaDecodeInputs(q, k, v, initial_state_source, initial_state_indices, g, beta, A, dt_bias, out=out)
@@ -131,9 +126,9 @@ def fused_sigmoid_gating_delta_rule_update(
     Args: as `kda_decode`; with `is_kda=False`, `a` holds HV gates a row and `dt_bias` is `[HV]`.
     """
     who = "fused_sigmoid_gating_delta_rule_update"
-    _check_softplus(who, softplus_beta, softplus_threshold)
+    check_softplus(who, softplus_beta, softplus_threshold)
     gate_shape = (*v.shape[:3], q.shape[-1]) if is_kda else tuple(v.shape[:3])
-    slots = _one_token_each(initial_state_indices, cu_seqlens, who)
+    slots = one_token_each(initial_state_indices, cu_seqlens, who)
     g, beta = a.reshape(gate_shape), b.reshape(v.shape[:3])
     x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log.reshape(-1), dt_bias, out=out)
     return _decode(who, x, scale, None, use_qk_l2norm_in_kernel, state_layout)
@@ -163,14 +158,26 @@ def _decode(
     return decode(FAMILY, x, options, who=who)[0]
 
 
-def _check_softplus(who: str, beta: float, threshold: float) -> None:
+def split_packed(who: str, mixed_qkv: Tensor, H: int, K: int, HV: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v `[1, N, heads, dim]` of rows `[N, 2 * H * K + HV * V]`, as views."""
+    width = mixed_qkv.shape[-1]
+    if width != 2 * H * K + HV * V:
+        raise ValueError(
+            f"{who}: mixed_qkv has {width} columns; {H} heads of {K} twice and {HV} of {V} make {2 * H * K + HV * V}"
+        )
+    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
+    q, k, v = (t.unflatten(-1, shape).unsqueeze(0) for t, shape in ((q, (H, K)), (k, (H, K)), (v, (HV, V))))
+    return q, k, v
+
+
+def check_softplus(who: str, beta: float, threshold: float) -> None:
     if beta != 1.0:
         raise NotImplementedError(f"{who}: softplus_beta is {beta}; the gate's softplus has beta 1")
     if threshold < SOFTPLUS_THRESHOLD:
         raise NotImplementedError(f"{who}: softplus_threshold is {threshold}; below 20 it would change the gate")
 
 
-def _one_token_each(indices: Tensor, cu_seqlens: Tensor | None, who: str) -> Tensor:
+def one_token_each(indices: Tensor, cu_seqlens: Tensor | None, who: str) -> Tensor:
     """The slots of the rows; refuses offsets that could mean anything but one token a sequence."""
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != indices.shape[0] + 1):
         raise ValueError(

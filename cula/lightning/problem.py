@@ -75,7 +75,9 @@ class LightningDecodeInputs(NamedTuple):
     state_indices: Tensor | None = None  # [N], or [N, T]: a slot for each draft token
     decay: Tensor | None = None  # [HV]
     num_accepted_tokens: Tensor | None = None  # [N]
-    intermediate_states: Tensor | None = None  # [N, T, HV, V, K] (K, V for "kv"); read and written
+    intermediate_states: Tensor | None = None  # [N, T, HV, V, K] (K, V for "kv"), or larger; read and written
+    intermediate_state_indices: Tensor | None = None  # [N]: rows of it; row n without
+    cu_seqlens: Tensor | None = None  # [N + 1]: rows of several lengths, packed; tokens are then [1, all of them, ...]
     out: Tensor | None = None  # [N, T, HV, V]; written
 
 

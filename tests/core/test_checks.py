@@ -159,6 +159,31 @@ def test_a_checkpoint_buffer_that_is_too_small_is_refused():
     assert_refused(cula.cula_kda, arguments, ValueError, "checkpoint_states", "1 rows", "2 checkpoints")
 
 
+GDN_CASES = {
+    "gates a channel": ({"g": -torch.rand(1, 6, 4, 8)}, ValueError, ("[1, 6, 4, 8]", "cula_kda")),
+    "g of H heads": ({"g": -torch.rand(1, 6, 2)}, ValueError, ("g", "[B, T, HV]")),
+    "a bias a channel": (gate(dt_bias=torch.zeros(4, 8)), ValueError, ("dt_bias", "[HV]")),
+    "a gate without A_log": (gate(A_log=None, dt_bias=None), ValueError, ("A_log",)),
+    "A_log with log decays": ({"A_log": torch.zeros(4)}, ValueError, ("A_log", "use_gate_in_kernel")),
+    "a bound": ({"lower_bound": -5.0}, TypeError, ("lower_bound",)),
+    "neg_eigval without sigmoid": ({"allow_neg_eigval": True}, ValueError, ("use_beta_sigmoid_in_kernel",)),
+    "initial_state in float64": ({"initial_state": torch.zeros(1, 4, 16, 8).double()}, TypeError, ("initial_state", "float64")),
+    "initial_state with V last": ({"initial_state": torch.zeros(1, 4, 8, 16)}, ValueError, ("initial_state", "K last")),
+    "a slot outside the pool": (
+        {"state_pool": torch.zeros(2, 4, 16, 8).half(), "initial_state_indices": torch.tensor([2])},
+        ValueError,
+        ("initial_state_indices", "2 slots"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GDN_CASES)
+def test_cula_gdn_refuses(name):
+    changes, error, fragments = GDN_CASES[name]
+    arguments = kda_arguments(**{"g": -torch.rand(1, 6, 4)} | changes)
+    assert_refused(cula.cula_gdn, arguments, error, "cula_gdn", *fragments)
+
+
 def lightning_arguments(**changes):
     return {
         "Q": torch.randn(1, 6, 2, 8),
@@ -204,6 +229,10 @@ def decode_arguments(**changes):
     } | changes
 
 
+GATED_BY_HEAD = {"mode": "gdn", "g": -torch.rand(3, 2, 4)}
+RAGGED = {"g": -torch.rand(1, 9, 4, 8), "beta": torch.rand(1, 9, 4), "v": torch.randn(1, 9, 4, 16)}
+RAGGED |= {"q": torch.randn(1, 9, 2, 8), "k": torch.randn(1, 9, 2, 8)}
+
 DECODE_CASES = {
     "an unknown mode": ({"mode": "mamba"}, ValueError, ("mode", "mamba", "lightning")),
     "an unknown null rule": ({"null_index": "zero"}, ValueError, ("null_index", "zero")),
@@ -214,7 +243,7 @@ DECODE_CASES = {
     "no decay in mode lightning": ({"mode": "lightning", "g": None, "beta": None}, ValueError, ("decay",)),
     "g in mode lightning": ({"mode": "lightning", "decay": torch.rand(4)}, ValueError, ("g=", "kda")),
     "a pool of another layout": ({"state": torch.randn(5, 4, 8, 16)}, ValueError, ("state", "[P, HV, V, K]")),
-    "a pool in float16": ({"state": torch.randn(5, 4, 16, 8).half()}, TypeError, ("state", "float16")),
+    "a pool in float64": ({"state": torch.randn(5, 4, 16, 8).double()}, TypeError, ("state", "float64")),
     "a pool with strange strides": (
         {"state": torch.randn(5, 4, 8, 16).transpose(-1, -2)},
         ValueError,
@@ -250,6 +279,28 @@ DECODE_CASES = {
         ValueError,
         ("intermediate_states", "[3, 2, 4, 16, 8]"),
     ),
+    "rows of a buffer without it": (
+        {"intermediate_state_indices": torch.tensor([0, 1, 2])},
+        ValueError,
+        ("intermediate_state_indices", "intermediate_states"),
+    ),
+    "a row outside of the buffer": (
+        {"intermediate_state_indices": torch.tensor([0, 1, 4]), "intermediate_states": torch.zeros(4, 2, 4, 16, 8)},
+        ValueError,
+        ("intermediate_state_indices", "4 slots"),
+    ),
+    "offsets of a batch": ({"cu_seqlens": torch.tensor([0, 2, 4, 6])}, ValueError, ("cu_seqlens", "B == 1")),
+    "offsets of other rows": (RAGGED | {"cu_seqlens": torch.tensor([0, 2, 6])}, ValueError, ("2 rows", "state_indices")),
+    "a row of nine tokens": (RAGGED | {"cu_seqlens": torch.tensor([0, 9, 9, 9])}, ValueError, ("9 tokens", "up to 8")),
+    "more tokens than a row has slots": (
+        RAGGED | {"state_indices": torch.arange(3)[:, None], "cu_seqlens": torch.tensor([0, 2, 4, 9])},
+        ValueError,
+        ("5 tokens", "up to 1"),
+    ),
+    "offsets beyond the tokens": (RAGGED | {"cu_seqlens": torch.tensor([0, 4, 8, 12])}, ValueError, ("cu_seqlens", "9 tokens")),
+    "gates a channel in mode gdn": ({"mode": "gdn"}, ValueError, ("one gate a channel", "mode='kda'")),
+    "a bound in mode gdn": (GATED_BY_HEAD | {"lower_bound": -5.0}, ValueError, ("lower_bound", "'kda'")),
+    "no g in mode gdn": ({"mode": "gdn", "g": None}, ValueError, ("mode 'gdn' needs g=",)),
     "out of another dtype": ({"out": torch.zeros(3, 2, 4, 16, dtype=torch.float16)}, TypeError, ("out", "float16")),
     "safe lower_bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, ValueError, ("lower_bound", "-9.0")),
     "an unknown keyword": ({"tune": 1}, TypeError, ("tune", "torch")),

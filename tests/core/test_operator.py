@@ -42,7 +42,7 @@ def test_opcheck_decode(has_out):
     pool = torch.randn(5, 2, 32, 32)
     buffer = torch.zeros(3, 2, 2, 32, 32)
     out = torch.zeros(3, 2, 2, 32) if has_out else None
-    args = (t["q"], t["k"], t["v"], pool, torch.tensor([4, -1, 0]), t["g"], t["beta"], None, None, None, buffer, out)
+    args = (t["q"], t["k"], t["v"], pool, torch.tensor([4, -1, 0]), t["g"], t["beta"], None, None, None, buffer, None, None, out)
     opcheck(torch.ops.cula.kda_decode.default, (*args, None, None, "commit", *COMMON))
 
 

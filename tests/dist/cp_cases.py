@@ -40,6 +40,8 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
     specs["kda-no-final-state"] = Spec(lengths=(80, 9), options={"sp_mode": "split", "output_final_state": False})
     specs["kda-softplus"] = Spec(slices=slices, gate="softplus")
     specs["kda-scalar-gate"] = Spec(slices=slices, scalar_gate=True, H=2, HV=4, options=CHAIN)
+    specs["gdn-softplus"] = Spec("gdn", slices=slices, H=1, HV=2, gate="softplus", has_h0=True)
+    specs["gdn-split-scan"] = Spec("gdn", lengths=(50, 9, 71), has_h0=True, options={"sp_mode": "split", "cp_mode": "scan"})
     specs["kda-recompute-off"] = Spec(slices=slices, has_h0=True, options={"disable_recompute": True})
     specs["kda-empty-slice"] = Spec(slices=(0, 40, 0, 9)[-world:], has_h0=True, options=CHAIN)
     specs["kda-fast-decay"] = Spec(slices=slices, decay=4.0, has_h0=True, options=CHAIN)

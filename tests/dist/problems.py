@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import cula
+from cula import dist as cula_dist
 from cula import reference
-from cula.dist import cula_kda_cp, cula_lightning_cp
+from cula.core.family import FAMILIES
 from cula.dist.varlen import packed_layout, split_bounds
 from cula.reference import relative_error
 
-TOKENS = {"kda": ("q", "k", "v", "g", "beta"), "lightning": ("q", "k", "v")}
+TOKENS = {"kda": ("q", "k", "v", "g", "beta"), "gdn": ("q", "k", "v", "g", "beta"), "lightning": ("q", "k", "v")}
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def make(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
 
     x = {"q": rand(s.B, s.T, s.H, s.K), "k": rand(s.B, s.T, s.H, s.K), "v": rand(s.B, s.T, s.HV, s.V)}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    if s.family == "kda":
-        shape = (s.B, s.T, s.HV) if s.scalar_gate else (s.B, s.T, s.HV, s.K)
+    if s.family != "lightning":
+        shape = (s.B, s.T, s.HV) if s.scalar_gate or s.family == "gdn" else (s.B, s.T, s.HV, s.K)
         x["g"] = rand(*shape) - 4 if s.gate != "log" else -s.decay * torch.rand(*shape, generator=gen)
         x["beta"] = rand(s.B, s.T, s.HV) if s.gate != "log" else torch.rand(s.B, s.T, s.HV, generator=gen)
         if s.gate != "log":
@@ -90,10 +90,9 @@ def answer(spec: Spec, x: dict[str, Tensor], weights: tuple[Tensor, Tensor], sin
     named |= {"cu_seqlens": spec.cu_seqlens, **operator_options(spec)}
     tokens = [x[name] for name in TOKENS[spec.family]] + ([x["decay"]] if spec.family == "lightning" else [])
     if single:
-        function = cula.cula_kda if spec.family == "kda" else cula.cula_lightning
-        o, state = function(*tokens, output_final_state=True, **named)
+        o, state = FAMILIES[spec.family].load_entry()(*tokens, output_final_state=True, **named)
     else:
-        o, state = (reference.kda if spec.family == "kda" else reference.lightning)(*tokens, **named)
+        o, state = getattr(reference, spec.family)(*tokens, **named)
     ((o * weights[0]).sum() + (state * weights[1]).sum()).backward()
     out = {"o": o.detach(), "final_state": state.detach()}
     return out | {"d" + name: t.grad for name, t in x.items() if t.grad is not None}
@@ -140,7 +139,7 @@ def check_cp(
     named = {name: leaves[name] for name in ("A_log", "dt_bias", "initial_state") if name in leaves}
     named |= {"cu_seqlens": spec.cu_seqlens, **operator_options(spec), **spec.options}
     tokens = [leaves[name] for name in TOKENS[spec.family]] + ([leaves["decay"]] if spec.family == "lightning" else [])
-    function = cula_kda_cp if spec.family == "kda" else cula_lightning_cp
+    function = getattr(cula_dist, f"cula_{spec.family}_cp")
     o, state = function(*tokens, sp_group=group, sp_size=world, sp_rank=rank, **named)
 
     has_state = spec.options.get("output_final_state", True) and (is_broadcast or rank == world - 1)

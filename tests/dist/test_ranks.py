@@ -98,7 +98,7 @@ def _share_a_gpu(rank: int, world: int, folder: str, backend: str) -> None:
         backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     modes = ("ring", "scan") if world > 1 else ("auto",)
-    for family in ("kda", "lightning"):
+    for family in ("kda", "gdn", "lightning"):
         for cp_mode in modes:
             options = {"cp_mode": cp_mode, "broadcast_final_state": True}
             spec = Spec(family, slices=(100, 64, 33, 59)[:world], H=1, HV=2, K=64, V=64, has_h0=True, options=options)

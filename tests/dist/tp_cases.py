@@ -36,6 +36,8 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
             out[name] = functools.partial(tensor_parallel, spec, gathered, False)
     spec = Spec("lightning", slices=(37,), B=2, H=2, HV=4, has_h0=True)
     out["tp-lightning"] = functools.partial(tensor_parallel, spec, True, False)
+    spec = Spec("gdn", slices=(37,), B=2, H=2, HV=4, has_h0=True, gate="softplus")
+    out["tp-gdn"] = functools.partial(tensor_parallel, spec, True, False)
     out["tp-parallel-input"] = functools.partial(tensor_parallel, Spec(slices=(37,), H=4, HV=4, has_h0=True), True, True)
     for exchange in ("ring", "chain", "gather"):
         out[f"two-layers-{exchange}"] = functools.partial(two_layers, Schedule(exchange, 2), False)
@@ -47,6 +49,7 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
     for flags in (False, True):
         out[f"cp-context-{'flags' if flags else 'counts'}"] = functools.partial(cp_context, flags)
     if world == 4:
+        out["mesh-gdn-ring"] = functools.partial(mesh_2x2, "gdn", "ring")
         for family in ("kda", "lightning"):
             for mode in ("ring", "scan"):
                 out[f"mesh-{family}-{mode}"] = functools.partial(mesh_2x2, family, mode)
@@ -61,7 +64,7 @@ def tensor_parallel(spec: Spec, gathered: bool, is_parallel: bool, rank: int, wo
         at = {"initial_state": 1, "A_log": 0, "dt_bias": 0, "decay": 0}
         given = {name: t.narrow(at.get(name, 2), rank * heads, heads) for name, t in leaves.items()}
     positional, named = _arguments(spec, given)
-    function = cula_dist.cula_kda_tp if spec.family == "kda" else cula_dist.cula_lightning_tp
+    function = getattr(cula_dist, f"cula_{spec.family}_tp")
     o, state = function(
         *positional,
         tp_size=world,
@@ -87,7 +90,7 @@ def mesh_2x2(family: str, mode: str, rank: int, world: int) -> dict[str, float]:
     leaves = {name: (t[:, tokens] if name in TOKENS[family] else t).clone() for name, t in whole.items()}
     leaves = {name: t.requires_grad_(name != "decay") for name, t in leaves.items()}
     positional, named = _arguments(spec, leaves)
-    function = cula_dist.cula_kda_tp_cp if family == "kda" else cula_dist.cula_lightning_tp_cp
+    function = getattr(cula_dist, f"cula_{family}_tp_cp")
     groups = {"tp_group": mesh, "sp_group": mesh} if mode == "ring" else {"tp_group": mesh["tp"], "sp_group": mesh["cp"]}
     sizes = {"tp_size": 2, "sp_size": 2, "tp_rank": tp_rank, "sp_rank": sp_rank}
     o, state = function(*positional, **groups, **sizes, cp_mode=mode, gather_output=True, **named)

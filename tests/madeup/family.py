@@ -63,6 +63,8 @@ class FadingDecodeInputs(NamedTuple):
     rate: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
     intermediate_states: Tensor | None = None
+    intermediate_state_indices: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     out: Tensor | None = None
 
 

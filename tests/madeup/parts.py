@@ -70,7 +70,7 @@ def operators():
     pool, slots = torch.zeros(3, 2, 8, 16), torch.tensor([2, 0])
     q, k, v, rate = (x.detach() for x in t)
     rest = (None, None, "commit", None, "auto", "test", False)
-    opcheck(torch.ops.cula.fading_decode.default, (q, k, v, pool, slots, rate, None, None, None, *rest))
+    opcheck(torch.ops.cula.fading_decode.default, (q, k, v, pool, slots, rate, *[None] * 5, *rest))
 
 
 def compile():

@@ -152,18 +152,19 @@ def test_slot_zero_may_mark_padding(backend, device):
     assert same_bits(pool[[0, 1, 2, 3, 5, 6]], before[[0, 1, 2, 3, 5, 6]])
 
 
-def test_a_pool_may_have_a_padded_slot_stride_and_bfloat16_states(backend, device):
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float16])
+def test_a_pool_may_have_a_padded_slot_stride_and_half_states(backend, device, pool_dtype):
     call = KdaCall(T=1, B=2)
     tensors, switches = kda_arguments(call, device)
     size = call.HV * call.V * call.K
-    storage = torch.full((SLOTS, size + 32), 3.0, device=device, dtype=torch.bfloat16)
+    storage = torch.full((SLOTS, size + 32), 3.0, device=device, dtype=pool_dtype)
     pool = storage[:, :size].view(SLOTS, call.HV, call.V, call.K)
     pool.normal_(generator=torch.Generator(device).manual_seed(3))
     want_o, want_state = reference.kda(**tensors, **switches, initial_state=pool[[6, 1]])
     strided = torch.tensor([6, 0, 0, 1, 0, 0], device=device, dtype=torch.int32)[::3]
     o, _ = cula.cula_decode(**tensors, **switches, state=pool, state_indices=strided, backend=backend)
     assert relative_error(o, want_o) < TOLERANCE[torch.float32]
-    assert relative_error(pool[[6, 1]], want_state) < TOLERANCE[torch.bfloat16]
+    assert relative_error(pool[[6, 1]], want_state) < TOLERANCE[pool_dtype]
     assert bool((storage[:, size:] == 3).all()), "the padding between slots is untouched"
 
 
@@ -260,3 +261,35 @@ def test_decode_continues_a_prefill(backend, device):
         outputs.append(o)
     assert relative_error(torch.cat(outputs, 1), want_o[:, 15:]) < TOLERANCE[call.dtype]
     assert relative_error(state, want_state) < TOLERANCE[call.dtype]
+
+
+@pytest.mark.parametrize("mode", ["kda", "gdn", "lightning"])
+@pytest.mark.parametrize("keeps", ["nothing", "buffer", "token slots"])
+def test_ragged_rows_equal_their_definition(backend, device, mode, keeps):
+    """Rows of 2, 0, 3 and 1 tokens behind each other, the last of them padding; states of drafts kept by row numbers."""
+    call = KdaCall(lens=(2, 0, 3, 1), H=1, scalar_gate=mode == "gdn", gate="softplus", norm=True, beta="sigmoid")
+    tensors = call.tensors(device)
+    own = {n: tensors[n] for n in ("q", "k", "v")}
+    if mode == "lightning":
+        own["decay"] = torch.tensor([0.1, 0.5], device=device)
+    else:
+        own |= {n: tensors[n] for n in ("g", "beta", "A_log", "dt_bias")}
+        own |= {n: v for n, v in call.switches().items() if n != "lower_bound"}
+    gen = torch.Generator().manual_seed(2)
+    normal = lambda *shape: torch.randn(*shape, generator=gen).to(device)
+    slots = torch.tensor([9, 0, 6, -1], device=device)
+    common = {"mode": mode, "cu_seqlens": tensors["cu_seqlens"], "state_indices": slots}
+    if keeps == "token slots":
+        common["state_indices"] = torch.tensor([[9, 8, 7], [0, 1, 2], [6, 5, 4], [-1, 3, 10]], device=device)
+    if keeps == "buffer":
+        common["intermediate_states"] = normal(7, 5, call.HV, call.V, call.K)
+        common["intermediate_state_indices"] = torch.tensor([6, 2, -1, 3], device=device, dtype=torch.int32)
+    if keeps != "nothing":
+        common["num_accepted_tokens"] = torch.tensor([2, 1, 1, 0], device=device)
+    pool = normal(11, call.HV, call.V, call.K)
+    want_o, want_pool, want_kept = reference.decode(**own, state=pool, **common)
+    o, _ = cula.cula_decode(**own, state=pool, **common, backend=backend)
+    assert relative_error(o, want_o) < TOLERANCE[call.dtype] and not o[:, 5].any()
+    assert relative_error(pool, want_pool) < TOLERANCE[call.dtype]
+    if keeps == "buffer":
+        assert relative_error(common["intermediate_states"], want_kept) < TOLERANCE[call.dtype]

@@ -30,13 +30,14 @@ class KdaCall:
     decay: float = 1.0
     scalar_gate: bool = False
     norm: bool = False
-    beta: str = "plain"  # "plain", "one", "sigmoid", "negative"
+    beta: str = "plain"  # "plain", "one", "two" (up to two, post-sigmoid), "sigmoid", "negative"
     same_keys: bool = False
     initial_state: bool = True
     final_state: bool = True
     safe_gate: bool = False
     no_A_log: bool = False
     gate_dtype: torch.dtype | None = None
+    parameter_dtype: torch.dtype = torch.float32  # of A_log, dt_bias and the initial state
     scale: float | None = None
     seed: int = 0
 
@@ -63,6 +64,8 @@ class KdaCall:
             beta = beta.sigmoid()
         elif self.beta == "one":
             beta = torch.ones_like(beta)
+        elif self.beta == "two":
+            beta = 2 * beta.sigmoid()
         in_kernel = self.gate != "log"
         bias_shape = (self.HV,) if self.scalar_gate else (self.HV, self.K)
         out: dict[str, Tensor | None] = {
@@ -76,6 +79,8 @@ class KdaCall:
             "initial_state": normal(N, self.HV, self.V, self.K) if self.initial_state else None,
             "cu_seqlens": None,
         }
+        for name in ("A_log", "dt_bias", "initial_state"):
+            out[name] = None if (t := out[name]) is None else t.to(self.parameter_dtype)
         if self.lens is not None:
             out["cu_seqlens"] = torch.tensor([0, *self.lens]).cumsum(0).to(torch.int32)
         return {name: None if t is None else t.to(device) for name, t in out.items()}
@@ -134,3 +139,13 @@ class LightningCall:
         return {name: None if t is None else t.to(device) for name, t in out.items()}
 
     __str__ = KdaCall.__str__
+
+
+@dataclass(frozen=True)
+class GdnCall(KdaCall):
+    """A GDN call to be made: KDA's with one gate a head, and no bound."""
+
+    scalar_gate: bool = True
+
+    def switches(self) -> dict[str, Any]:
+        return {name: value for name, value in super().switches().items() if name != "lower_bound"}

@@ -52,8 +52,12 @@ def why_not(op: str, problem: Any) -> str | None:
         return "takes one gate a channel where a row has one token"
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
+    if p.is_ragged:
+        return "takes rows of equally many tokens, and cu_seqlens may say others"
     if p.has_token_indices or p.has_accepted or p.has_intermediate_states:
         return "does not keep the states of draft tokens"
+    if p.pool_dtype not in SHORT:
+        return "takes states in bfloat16 or float32, and this pool is in float16"
     if p.options.state_is_kv:
         return "takes pools [P, HV, V, K], and this one is [P, HV, K, V]"
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):

@@ -31,8 +31,9 @@ def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, decay: Ten
         decay: the state's factor, [N, T, HV, K or 1] float32.
         beta: [N, T, HV, 1] float32, or None.
     """
-    o = torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
-    (_row_by_row if o.device.type == "cpu" else _all_rows)(problem, x, Tokens(q, k, x.v.float(), decay, beta, o))
+    p, o = problem, torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
+    is_read_back = o.device.type == "cpu" or p.is_ragged
+    (_row_by_row if is_read_back else _all_rows)(p, x, Tokens(q, k, x.v.float(), decay, beta, o))
     return o.to(x.q.dtype) if x.out is None else x.out.copy_(o)
 
 
@@ -80,21 +81,26 @@ def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
         states, kept = states.mT, None if kept is None else kept.mT
     writes_slot = opt.commit and not p.has_token_indices
     each = tokens.of_heads().split(p.HV)
+    kept_rows = range(p.N) if x.intermediate_state_indices is None else x.intermediate_state_indices.tolist()
+    offsets = range(0, p.N * p.T + 1, p.T) if x.cu_seqlens is None else x.cu_seqlens.tolist()
     for n in range(p.N):
-        of_row = each[n * p.T : (n + 1) * p.T]
+        of_row = each[offsets[n] : offsets[n + 1]]
         start = slots[n][max(accepted[n] - 1, 0) if p.has_token_indices else 0]
         if x.state_indices is not None and is_null(start):
             for token in of_row:
                 token.o.zero_()
             continue
-        is_kept = accepted[n] > 0 and kept is not None
-        first = kept[n, accepted[n] - 1] if is_kept else states.select(0, start)
+        if not of_row:
+            continue
+        keeps = kept is not None and kept_rows[n] >= 0
+        is_kept = accepted[n] > 0 and keeps
+        first = kept[kept_rows[n], accepted[n] - 1] if is_kept else states.select(0, start)
         is_in_place = writes_slot and not is_kept and first.dtype == torch.float32
         S = first if is_in_place else first.to(torch.float32, copy=True)
         for t, token in enumerate(of_row):
             token.advance(S, p.scale)
-            if kept is not None:
-                kept[n, t] = S
+            if keeps:
+                kept[kept_rows[n], t] = S
             if opt.commit and p.has_token_indices and not is_null(slots[n][t]):
                 states[slots[n][t]] = S
         if writes_slot and not is_in_place:
@@ -110,7 +116,8 @@ def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
         token.advance(S.view(-1, p.V, p.K), p.scale)
         tokens.o[:, t] = torch.where(live[:, None, None], token.o.view(p.N, p.HV, p.V), 0)
         if x.intermediate_states is not None:
-            _store(x.intermediate_states[:, t], _rows(p), live, S, opt.state_is_kv)
+            rows = _kept_rows(p, x)
+            _store(x.intermediate_states[:, t], rows, live & (rows >= 0), S, opt.state_is_kv)
         if opt.commit and p.has_token_indices:
             slots = x.state_indices[:, t].long()
             _store(x.state, slots, live & ~_is_null(slots, opt.null_is_nonpositive), S, opt.state_is_kv)
@@ -139,14 +146,21 @@ def _first_states(p: DecodeProblem, x: Any) -> tuple[Tensor, Tensor]:
     live = torch.ones_like(slots, dtype=torch.bool) if x.state_indices is None else ~_is_null(slots, opt.null_is_nonpositive)
     S = _load(x.state, slots, live, opt.state_is_kv)
     if accepted is not None and x.intermediate_states is not None:
-        kept = x.intermediate_states[rows, (accepted - 1).clamp(min=0)].float()
+        of_rows = _kept_rows(p, x)
+        kept = x.intermediate_states[of_rows.clamp(min=0), (accepted - 1).clamp(min=0)].float()
         kept = kept.mT if opt.state_is_kv else kept
-        S = torch.where((live & (accepted > 0))[:, None, None, None], kept, S)
+        S = torch.where((live & (accepted > 0) & (of_rows >= 0))[:, None, None, None], kept, S)
     return live, S.contiguous()
 
 
 def _rows(p: DecodeProblem) -> Tensor:
     return torch.arange(p.N)
+
+
+def _kept_rows(p: DecodeProblem, x: Any) -> Tensor:
+    """Which rows of the intermediate states are those of the call's rows; negative: none."""
+    rows = x.intermediate_state_indices
+    return _rows(p).to(x.q.device) if rows is None else rows.long()
 
 
 def _is_null(slots: Tensor, null_is_nonpositive: bool) -> Tensor:

@@ -15,7 +15,11 @@ The two products with S come before the update, so they share one pass over the 
 
 Start state of row n, with a = num_accepted_tokens[n] (0 where not given) and slot = state_indices[n] or
 state_indices[n, max(a - 1, 0)] (n without indices):  intermediate_states[n, a - 1] where that buffer is given and a >= 1,
-otherwise the pool's slot. A null slot makes the row padding: zeros come out, no state is read or written.
+otherwise the pool's slot. A null slot makes the row padding: zeros come out, no state is read or written. Row n of
+intermediate_states is row intermediate_state_indices[n] where those are given; a negative one keeps nothing.
+
+Ragged rows (cu_seqlens): row n has the tokens from cu_seqlens[n] to cu_seqlens[n + 1], at most T of them, and a row without any
+does nothing. T is a bound, so that one kernel serves rows of any lengths.
 
 States move at the speed of memory: 2 * N * HV * V * K * (bytes an element), once in and once out, is the floor.
 The kernel is in `decode_kernel.py`.
@@ -40,7 +44,14 @@ from .memory import allocator
 
 MANY_STATES = 1024  # of a call, one a row and value head: from here on tiles of states [K, V] are larger
 # The kernel's names for tensors of the call that are not the call's own; the last is the output.
-NAMES = {"pool": "state", "indices": "state_indices", "accepted": "num_accepted_tokens", "kept": "intermediate_states"}
+NAMES = {
+    "pool": "state",
+    "indices": "state_indices",
+    "accepted": "num_accepted_tokens",
+    "kept": "intermediate_states",
+    "kept_rows": "intermediate_state_indices",
+    "cu": "cu_seqlens",
+}
 TENSORS = decode_kernel.tensors[:-1]
 
 
@@ -60,12 +71,15 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     return min(BV, 1 << (problem.V - 1).bit_length()), num_warps
 
 
-def _strides(t: Tensor | None, T: int) -> tuple[int, ...] | None:
-    """The strides, without that of a single token: a packed call's counts the rows, and would compile for each."""
+def _strides(t: Tensor | None, p: DecodeProblem) -> tuple[int, ...] | None:
+    """The strides, without that of a single token, or of the one row that ragged rows lie in: a packed call's counts the rows,
+    and would compile for each."""
     if t is None:
         return None
     strides = t.stride()
-    return strides if T > 1 or len(strides) < 2 else (strides[0], 0, *strides[2:])
+    if p.is_ragged and len(strides) > 2:
+        return (0, *strides[1:])
+    return strides if p.T > 1 or len(strides) < 2 else (strides[0], 0, *strides[2:])
 
 
 def _schedule(problem: DecodeProblem) -> tuple[int, Variant]:
@@ -124,12 +138,13 @@ def _kernel(
 
 def _arguments(problem: DecodeProblem, x: Any, o: Tensor) -> dict[str, Any]:
     """What the kernel takes, by its names."""
-    T, options = problem.T, problem.options
+    options = problem.options
     tensors = {name: getattr(x, NAMES.get(name, name), None) for name in TENSORS} | {"o": o}
-    strides = {f"{name}_strides": _strides(t, T) for name, t in tensors.items()}
-    # There is no token among the dimensions of these, and slots are contiguous.
-    dt_bias = tensors["dt_bias"]
-    strides |= {"pool_strides": x.state.stride()[:1], "dt_bias_strides": None if dt_bias is None else dt_bias.stride()}
+    strides = {f"{name}_strides": _strides(t, problem) for name, t in tensors.items()}
+    # There is no token among the dimensions of these, or it is not the call's, and slots are contiguous.
+    for name in ("dt_bias", "indices", "kept"):
+        strides[f"{name}_strides"] = None if (t := tensors[name]) is None else t.stride()
+    strides["pool_strides"] = x.state.stride()[:1]
     return {**tensors, **strides, "scale": float(problem.scale), "lower_bound": float(options.lower_bound or 0)}
 
 
@@ -137,7 +152,7 @@ def decode(problem: DecodeProblem, x: Any) -> Tensor:
     """Outputs `[N, T, HV, V]`, in `x.out` where given; updates `x.state` and `x.intermediate_states` in place."""
     o = x.out
     if o is None:
-        o = allocator(x.q.device)((problem.N, problem.T, problem.HV, problem.V), x.q.dtype)
+        o = allocator(x.q.device)(tuple(x.v.shape), x.q.dtype)
     grid, launch = _schedule(problem)
     launch(grid, **_arguments(problem, x, o))
     return o

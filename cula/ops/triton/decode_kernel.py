@@ -108,11 +108,17 @@ def queries_and_keys(b_q, b_k, scale, USE_L2_NORM: tl.constexpr):
     return b_q, b_k, over_k(b_k * b_q)
 
 
-@kernel(floats="scale lower_bound", any_address="indices beta A_log decay accepted")
+@triton.jit
+def row_offset(strides, i_n, first, cu):
+    """Where the tokens of a row begin: `first` counts the tokens before it where rows are ragged."""
+    return i_n * strides[0] if cu is None else first * strides[1]
+
+
+@kernel(floats="scale lower_bound", any_address="indices beta A_log decay accepted kept_rows cu")
 def decode_kernel(
-    q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, accepted, kept, o,
+    q, k, v, pool, indices, g, beta, A_log, dt_bias, decay, accepted, kept, kept_rows, cu, o,
     q_strides, k_strides, v_strides, pool_strides, indices_strides, g_strides, beta_strides, A_log_strides, dt_bias_strides,
-    decay_strides, accepted_strides, kept_strides, o_strides, scale, lower_bound,
+    decay_strides, accepted_strides, kept_strides, kept_rows_strides, cu_strides, o_strides, scale, lower_bound,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     NC: tl.constexpr, NR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PER_LANE: tl.constexpr,
     GATE: tl.constexpr, HAS_SCALAR_GATE: tl.constexpr, HAS_TOKEN_INDICES: tl.constexpr, USE_L2_NORM: tl.constexpr,
@@ -132,7 +138,14 @@ def decode_kernel(
     o_k, o_v = tile_offsets(i_v, NC, NR, BR, BC, PER_LANE)
     m_k, m_v = o_k < K, o_v < V
     m_s = down(m_v) & across(m_k)
-    p_o = o + i_n * o_strides[0] + i_h * o_strides[2] + o_v * o_strides[3]
+    first = i_n * 0
+    num_tokens = T
+    if cu is not None:
+        first = tl.load(cu + i_n * cu_strides[0]).to(tl.int64)
+        num_tokens = tl.minimum((tl.load(cu + (i_n + 1) * cu_strides[0]) - first).to(tl.int32), T)
+        if num_tokens <= 0:
+            return
+    p_o = o + row_offset(o_strides, i_n, first, cu) + i_h * o_strides[2] + o_v * o_strides[3]
 
     num_accepted = 0
     if accepted is not None:
@@ -146,7 +159,7 @@ def decode_kernel(
         else:
             slot = tl.load(p_index).to(tl.int64)
         if is_null(slot, NULL_IS_NONPOSITIVE):
-            for i_t in range(T):
+            for i_t in range(num_tokens):
                 tl.store(p_o + i_t * o_strides[1], tl.zeros(o_v.shape, dtype=o.dtype.element_ty), mask=m_v)
             return
 
@@ -160,25 +173,32 @@ def decode_kernel(
             o_kept = down(o_v) * kept_strides[4] + across(o_k) * kept_strides[3]
         else:
             o_kept = down(o_v) * kept_strides[3] + across(o_k) * kept_strides[4]
-        kept += i_n * kept_strides[0] + i_h.to(tl.int64) * kept_strides[2]
-        if num_accepted > 0:
+        i_kept = i_n
+        starts_from_kept = num_accepted > 0
+        m_kept = m_s
+        if kept_rows is not None:
+            i_kept = tl.load(kept_rows + i_n * kept_rows_strides[0]).to(tl.int64)
+            starts_from_kept = starts_from_kept & (i_kept >= 0)
+            m_kept = m_s & (i_kept >= 0)
+        kept += i_kept * kept_strides[0] + i_h.to(tl.int64) * kept_strides[2]
+        if starts_from_kept:
             b_s = load_tile(kept + tl.cast(num_accepted - 1, tl.int64) * kept_strides[1] + o_kept, m_s, IS_WHOLE)
         else:
             b_s = load_tile(pool + slot * pool_strides[0] + o_s, m_s, IS_WHOLE)
 
-    p_q = q + i_n * q_strides[0] + i_qk * q_strides[2] + o_k
-    p_k = k + i_n * k_strides[0] + i_qk * k_strides[2] + o_k
-    p_v = v + i_n * v_strides[0] + i_h * v_strides[2] + o_v
-    for i_t in range(T):
+    p_q = q + row_offset(q_strides, i_n, first, cu) + i_qk * q_strides[2] + o_k
+    p_k = k + row_offset(k_strides, i_n, first, cu) + i_qk * k_strides[2] + o_k
+    p_v = v + row_offset(v_strides, i_n, first, cu) + i_h * v_strides[2] + o_v
+    for i_t in range(num_tokens):
         b_q = tl.load(p_q + i_t * q_strides[1], mask=m_k, other=0.0)
         b_k = tl.load(p_k + i_t * k_strides[1], mask=m_k, other=0.0)
         b_v = tl.load(p_v + i_t * v_strides[1], mask=m_v, other=0.0)
         if decay is not None:
             b_decay = tl.load(decay + i_h * decay_strides[0])
         else:
-            p_g = g + i_n * g_strides[0] + i_t * g_strides[1] + i_h * g_strides[2]
+            p_g = g + row_offset(g_strides, i_n, first, cu) + i_t * g_strides[1] + i_h * g_strides[2]
             b_g, b_bias, a = load_gate(p_g, A_log, dt_bias, A_log_strides, dt_bias_strides, i_h, o_k, m_k, HAS_SCALAR_GATE)
-            b_beta = tl.load(beta + i_n * beta_strides[0] + i_t * beta_strides[1] + i_h * beta_strides[2])
+            b_beta = tl.load(beta + row_offset(beta_strides, i_n, first, cu) + i_t * beta_strides[1] + i_h * beta_strides[2])
 
         b_q, b_k, b_kq = queries_and_keys(b_q, b_k, scale, USE_L2_NORM)
         b_u = b_v.to(tl.float32)
@@ -192,7 +212,7 @@ def decode_kernel(
         b_s += down(b_u) * across(b_k)
         tl.store(p_o + i_t * o_strides[1], b_o.to(o.dtype.element_ty), mask=m_v)
         if kept is not None:
-            store_tile(kept + tl.cast(i_t, tl.int64) * kept_strides[1] + o_kept, b_s, m_s, IS_WHOLE)
+            store_tile(kept + tl.cast(i_t, tl.int64) * kept_strides[1] + o_kept, b_s, m_kept, IS_WHOLE and kept_rows is None)
         if COMMIT and HAS_TOKEN_INDICES:
             slot_t = tl.load(indices + i_n * indices_strides[0] + i_t * indices_strides[1]).to(tl.int64)
             if not is_null(slot_t, NULL_IS_NONPOSITIVE):

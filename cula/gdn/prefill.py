@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GDN prefill kernels by the hardware they are written for. No choice: what a kernel cannot do is an error that says so."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cula.core.pool import Serving
+from cula.core.prefill import prefill
+from cula.gdn.family import FAMILY
+from cula.gdn.problem import GdnInputs, GdnOptions
+from cula.utils import assert_blackwell, assert_hopper
+
+
+def gdn_prefill_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The Hopper prefill: bfloat16, K = V = 128, forward only.
+
+    Args:
+        q, k, v, g, beta, scale, ...: as in `cula.cula_gdn`; states are `[N, HV, V, K]`, and cu_seqlens is int32.
+        out: a `[B, T, HV, V]` tensor for the result.
+
+    Returns:
+        `(o, final_state)`; final_state is None unless `output_final_state`.
+
+    Raises:
+        RuntimeError: the device is no SM90.
+        NotImplementedError: the kernels do not serve this call, with the reason; `cula.cula_gdn` finds one that does.
+    """
+    assert_hopper(q.device)
+    options = GdnOptions(
+        scale=scale,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        output_final_state=output_final_state,
+    )
+    x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    return _prefill("gdn_prefill_hopper", "cute_sm90", x, options, out)
+
+
+def gdn_prefill_blackwell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The Blackwell prefill: bfloat16, K = V = 128, forward only. **Never run on hardware.**
+
+    Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
+    compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.
+
+    Args:
+        q, k, v, g, beta, scale, ...: as in `cula.cula_gdn`; states are `[N, HV, V, K]`, and cu_seqlens is int32.
+        out: a `[B, T, HV, V]` tensor for the result.
+
+    Returns:
+        `(o, final_state)`; final_state is None unless `output_final_state`.
+
+    Raises:
+        RuntimeError: the device is neither SM100 nor SM103.
+        NotImplementedError: the kernels do not serve this call, with the reason; `cula.cula_gdn` finds one that does.
+    """
+    assert_blackwell(q.device)
+    options = GdnOptions(
+        scale=scale,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        output_final_state=output_final_state,
+    )
+    x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    return _prefill("gdn_prefill_blackwell", "cute_sm100", x, options, out)
+
+
+def _prefill(who: str, backend: str, x: GdnInputs, options: GdnOptions, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
+    with torch.no_grad():
+        return prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
