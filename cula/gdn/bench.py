@@ -25,13 +25,13 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise
-from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, batch, gated, host_cases, on_cpu
+from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, Model, batch, gated, host_cases, model_cases, on_cpu
 from cula.core.constants import L2_NORM_EPS
 from cula.gdn.reference import gdn_gate
 
 GATES = ("fast", "slow", "init")
 SLOW_BIAS = -4.2
-MODELS = ((16, 32), (16, 64))  # Qwen3-Next and Qwen3.5-35B; Qwen3.5-397B
+HEADS = ((16, 32), (16, 64))  # Qwen3-Next and Qwen3.5-35B; Qwen3.5-397B
 # (total tokens, sequences) of (H, HV): whole models first, then what tensor parallelism leaves of them
 TABLE = (
     ((8192, 1), (16, 32)),
@@ -43,6 +43,13 @@ TABLE = (
 )
 OTHER_HEADS = ((16, 48), (8, 24), (8, 32), (16, 16))
 OTHER_SIZES = ((2048, 1), (8192, 1), (16384, 16))
+# vLLM normalises q and k itself; SGLang leaves that to the kernel, and both decode from raw gates.
+RAW = ("gate", "sigmoid", "norm")
+CALLERS = (("vLLM", PREPARED), ("SGLang", ("norm", "pool")))
+MODELS = (
+    Model("Qwen3-Next-80B", 16, 32, (1, 2, 4), "init", CALLERS, RAW, "bfloat16"),
+    Model("Qwen3.5-397B", 16, 64, (2, 4, 8), "init", CALLERS, RAW),
+)
 
 
 def cases(suite: str, is_gpu: bool) -> list[Case]:
@@ -50,6 +57,8 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
         return _decode_cases(is_gpu)
     if suite == "api":
         return host_cases(("gdn_prefill", "gdn_train"), "gdn_decode", "fast", is_gpu)
+    if suite == "models":
+        return model_cases("gdn", MODELS, is_gpu)
     return _on_gpu(suite) if is_gpu else on_cpu(_small(suite))
 
 
@@ -57,7 +66,7 @@ def _decode_cases(is_gpu: bool) -> list[Case]:
     if not is_gpu:
         return on_cpu([Case("decode", "gdn_decode", (1,) * N, 2, 4) for N in (1, 16)])
     rows = (1, 64, 256)
-    one = [Case("decode", "gdn_decode", (1,) * N, H, HV) for H, HV in MODELS for N in rows]
+    one = [Case("decode", "gdn_decode", (1,) * N, H, HV) for H, HV in HEADS for N in rows]
     return one + [replace(c, lens=(tokens,) * c.N, pool=pool) for pool, tokens in STEPS for c in one]
 
 
