@@ -108,9 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(
-        f"{'':10} {'rows':>4} {'tokens':>6}   {'ours: least, median':>20} us   {'loop: least, median':>20} us   loop / ours of both"
-    )
+    print(f"{'':10} {'rows':>4} {'tokens':>6}   {'ours: least, median':>20} us   {'loop: least, median':>20} us   loop : ours")
     with torch.no_grad():
         for N, T in CASES:
             for name in ("kda", "one gate", "lightning"):
