@@ -20,8 +20,8 @@ from cula.layers.parts import LayerCache, ShortConvolution
 class LinearAttention(nn.Module):
     """A layer with q, k, v projections, a recurrence over heads, and an output projection.
 
-    A subclass makes its parameters in `__init__` and says how its recurrence runs (`_prefill`, `_decode`, `_context_parallel`) and
-    what becomes of its output (`_finish`).
+    A subclass makes its parameters in `__init__` and says how its recurrence runs (`_prefill`, `_decode`, `_context_parallel`)
+    and what becomes of its output (`_finish`).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers on several processes: what crosses from rank to rank outside of the recurrence, which is `cula.dist`'s.
 
-With a `tp_group`, a rank has the parameters of its share of the heads. What the ranks' heads read in common (the input, the narrow
-half of a low-rank projection, the norm's weight) goes through `shared`, the sum of the ranks' outputs through `summed`.
+With a `tp_group`, a rank has the parameters of its share of the heads. What the ranks' heads read in common (the input, the
+narrow half of a low-rank projection, the norm's weight) goes through `shared`, the sum of the ranks' outputs through `summed`.
 With a `cp_group`, a rank has a slice of the tokens, and the first inputs of its convolutions come from the rank before.
 """
 
