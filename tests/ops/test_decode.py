@@ -45,6 +45,8 @@ CALLS = [
     KdaCall(T=8, B=3, decay=50.0),
     KdaCall(T=1, B=3, dtype=torch.bfloat16, gate="softplus", norm=True, beta="sigmoid", gate_dtype=torch.bfloat16),
     KdaCall(T=2, B=3, dtype=torch.float16),
+    KdaCall(T=1, B=3, K=60, V=100, gate="softplus", norm=True, beta="sigmoid"),
+    KdaCall(T=3, B=3, K=33, V=12),
 ]
 
 

@@ -31,6 +31,10 @@ CALLS = [
     KdaCall(same_keys=True, beta="one", decay=0.01),
     KdaCall(norm=True, beta="negative"),
     KdaCall(scale=1.0, H=2, HV=4),
+    KdaCall(K=60, V=100, gate="softplus", norm=True, beta="sigmoid"),
+    KdaCall(K=20, V=12, gate="bounded", safe_gate=True, lens=(3, 66)),
+    KdaCall(K=33, V=80, scalar_gate=True, gate="softplus", norm=True),
+    KdaCall(T=40, HV=1, K=192, V=288),
 ]
 HALF_CALLS = [
     KdaCall(dtype=torch.bfloat16, gate="bounded", norm=True, beta="sigmoid", safe_gate=True, lens=(65, 20)),
@@ -95,7 +99,7 @@ def test_gradients_match_autograd_through_the_recurrence(backend, device, call):
         assert relative_error(got, want) < tolerance, f"d{name}: {relative_error(got, want):.1e} >= {tolerance:.0e}"
 
 
-@pytest.mark.parametrize("call", [KdaCall(), KdaCall(lens=(40, 70)), KdaCall(gate="softplus")], ids=str)
+@pytest.mark.parametrize("call", [KdaCall(), KdaCall(lens=(40, 70)), KdaCall(gate="softplus", K=60, V=44)], ids=str)
 def test_disable_recompute_changes_no_bit(backend, device, call):
     grads = []
     for flag in (False, True):
@@ -182,7 +186,7 @@ def test_strided_parameters_and_offsets_are_read_right(backend, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("call", [KdaCall(T=130, B=2), KdaCall(lens=(130, 0, 64, 10))], ids=str)
+@pytest.mark.parametrize("call", [KdaCall(T=130, B=2), KdaCall(lens=(130, 0, 64, 10)), KdaCall(K=20, V=44)], ids=str)
 def test_intermediate_states_are_those_at_chunk_starts(backend, device, call):
     tensors = call.tensors(device)
     _, _, h = run(call, backend, device, tensors, return_intermediate_states=True)
@@ -201,7 +205,9 @@ def test_intermediate_states_are_those_at_chunk_starts(backend, device, call):
 
 
 @pytest.mark.parametrize(
-    "call", [KdaCall(T=100), KdaCall(lens=(10, 0, 90), K=64), KdaCall(T=40, gate="softplus", norm=True)], ids=str
+    "call",
+    [KdaCall(T=100), KdaCall(lens=(10, 0, 90), K=64), KdaCall(T=40, gate="softplus", norm=True), KdaCall(K=60, V=44)],
+    ids=str,
 )
 def test_the_affine_map_takes_first_states_to_last_ones(backend, device, call):
     tensors = call.tensors(device)

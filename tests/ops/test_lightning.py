@@ -22,6 +22,9 @@ CALLS = [
     LightningCall(decay=0.0),
     LightningCall(dtype=torch.bfloat16, lens=(65, 20)),
     LightningCall(dtype=torch.float16),
+    LightningCall(K=60, V=100),
+    LightningCall(K=20, V=12, lens=(3, 66)),
+    LightningCall(T=20, H=2, K=33, V=300),
 ]
 
 
@@ -96,16 +99,23 @@ def test_the_pool_is_updated_in_place_and_only_where_asked(backend, device):
 
 @pytest.mark.parametrize("others", [(), ("q",), ("k", "v"), ("q", "k", "v", "initial_state")], ids=str)
 @pytest.mark.parametrize(
-    "call", [LightningCall(T=130, H=2, HV=4), LightningCall(lens=(65, 0, 3)), LightningCall(decay=20.0)], ids=str
+    "call",
+    [
+        LightningCall(T=130, H=2, HV=4),
+        LightningCall(lens=(65, 0, 3)),
+        LightningCall(decay=20.0),
+        LightningCall(K=60, V=100),
+    ],
+    ids=str,
 )
 def test_the_gradient_of_decay(backend, device, call, others):
-    """Whatever else requires one; through o and through the final state. Backends without it leave it to another."""
+    """Whatever else requires one; through o and through the final state."""
     tensors = call.tensors(device)
     names = ["decay", *others]
     exact = {n: t.detach().double().requires_grad_() if n in names else t for n, t in tensors.items()}
     for n in names:
         tensors[n].requires_grad_()
-    o, state = run(tensors, "auto" if backend == "triton" else backend)
+    o, state = run(tensors, backend)
     want_o, want_state = reference.lightning(**exact)
     torch.manual_seed(0)
     do, dht = torch.randn(o.shape, device=device), torch.randn(state.shape, device=device)

@@ -9,7 +9,7 @@ from cula import settings
 from cula.core.dispatch import AnyProblem, Backend
 from cula.kda.problem import KdaProblem
 
-HEAD_DIMS = (32, 64, 128, 256)
+MAX_K = 256  # a program has a row of a state, K channels, in registers; V is cut into blocks, however long it is
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -18,13 +18,15 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return f"needs an NVIDIA GPU, and the tensors are on {problem.device}"
     if problem.sm is not None and problem.sm < (8, 0):
         return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
-    if problem.K not in HEAD_DIMS or problem.V not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
-    if isinstance(problem, KdaProblem) and problem.K == 256 and problem.sm in ((10, 0), (10, 3)):
+    if problem.K > MAX_K:
+        return f"takes head dims K up to {MAX_K}, and this call has K = {problem.K}"
+    if isinstance(problem, KdaProblem) and problem.K > 128 and problem.sm in ((10, 0), (10, 3)):
         if problem.dtype == torch.float32:
-            return "float32 with K = 256 does not fit the tensor memory of this GPU"
+            return "float32 with K above 128 does not fit the tensor memory of this GPU"
         if problem.gate != "bounded" and not problem.options.safe_gate:
-            return "decays without a bound with K = 256 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
+            return (
+                "decays without a bound with K above 128 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
+            )
     return None
 
 

@@ -45,9 +45,15 @@ class KdaConfig:
     shares_bwd: Tile
 
 
+def padded(size: int) -> int:
+    """A head dim as blocks have it, which are powers of two: the channels past the head dim are masked (`tiles.py`)."""
+    return max(32, 1 << (size - 1).bit_length())
+
+
 @functools.cache
 def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None, is_safe: bool) -> KdaConfig:
-    """Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32; times: `docs/kda-triton.md`."""
+    """K and V as `padded` makes them. Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32;
+    times: `docs/kda-triton.md`."""
     wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
     BV = min(64, V, K)
     # Two stages of 16-bit operands at K = 128 are 100 to 180 KB: Hopper and data-centre Blackwell hold them, others do not.
@@ -93,7 +99,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def kda_segment_chunks(problem: KdaProblem, num_sms: int, BV: int) -> int:
     """Chunks in a segment, 0 for whole sequences. Only sizes the host knows enter: T, N, HV, V and the card."""
-    chains = max(1, problem.N * problem.HV * (problem.V // BV))
+    chains = max(1, problem.N * problem.HV * -(-problem.V // BV))
     tokens = problem.T if not problem.is_packed else problem.T // max(1, problem.N)  # a sequence's, on average
     chunks = -(-tokens // CHUNK)
     # Transitions cost two more passes over the chunks (B and M), so half a card of chains is better left whole.

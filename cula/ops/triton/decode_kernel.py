@@ -80,7 +80,8 @@ def tile_offsets(i_v, NC: tl.constexpr, NR: tl.constexpr, BR: tl.constexpr, BC: 
 
 @triton.jit
 def load_gate(g, A_log, dt_bias, A_log_strides, dt_bias_strides, i_h, o_k, m_k, HAS_SCALAR_GATE: tl.constexpr):
-    """Raw g and dt_bias of one token, over K or one number, and exp(A_log); g points at the token."""
+    """Raw g and dt_bias of one token, over K or one number, and exp(A_log); g points at the token. A_log and dt_bias may have any
+    of the dtypes that models keep them in."""
     a = 1.0
     if A_log is not None:
         a = gate_strength(A_log, i_h * A_log_strides[0])
@@ -88,11 +89,12 @@ def load_gate(g, A_log, dt_bias, A_log_strides, dt_bias_strides, i_h, o_k, m_k, 
     if HAS_SCALAR_GATE:
         b_g = tl.load(g)
         if dt_bias is not None:
-            b_bias = tl.load(dt_bias + i_h * dt_bias_strides[0])
+            b_bias = tl.load(dt_bias + i_h * dt_bias_strides[0]).to(tl.float32)
     else:
         b_g = tl.load(g + o_k, mask=m_k, other=0.0)
         if dt_bias is not None:
-            b_bias = tl.load(dt_bias + i_h * dt_bias_strides[0] + o_k * dt_bias_strides[1], mask=m_k, other=0.0)
+            p_bias = dt_bias + i_h * dt_bias_strides[0] + o_k * dt_bias_strides[1]
+            b_bias = tl.load(p_bias, mask=m_k, other=0.0).to(tl.float32)
     return b_g, b_bias, a
 
 

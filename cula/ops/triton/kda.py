@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA in Triton: any gate, head dims that are powers of two from 32 to 256, sm_80 and later.
+"""KDA in Triton: any gate, any K up to 256, any V, sm_80 and later.
 
 | module           | kernels                              | reads                      | writes                                 |
 |------------------|--------------------------------------|----------------------------|----------------------------------------|
@@ -9,7 +9,8 @@
 | `kda_pairs_bwd`  | pairs_bwd                            |                            |                                        |
 
 Around them: `kda_fwd` and `kda_bwd` (the order of the passes), `kda_launches` (each launch and its workspace), `kda_schedule`
-(how a problem is cut, precisions, constants), `configs` (tiles), and what they share: `gate`, `kda_levels`, `varlen`, `launch`.
+(how a problem is cut, precisions, constants), `configs` (tiles), and what they share: `gate`, `kda_levels`, `tiles`, `varlen`,
+`launch`. Head dims that are no powers of two are masked inside of the kernels (`tiles`).
 
 A forward is intra + recurrence. A chain is a sequence, or a segment of one where too few sequences and heads would leave the GPU
 idle (`configs.kda_segment_chunks`). A forward that will be differentiated keeps what costs most to make and little to hold: T and

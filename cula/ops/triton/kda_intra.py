@@ -25,6 +25,7 @@ import triton.language as tl
 from .gate import activate_beta, gate_strength, inverse_norm
 from .kda_levels import level_mask, load_decay, range_matrix, unit_lower_inverse
 from .launch import kernel
+from .tiles import store_channels, tile_mask
 from .varlen import chunk_span
 
 
@@ -36,7 +37,8 @@ def inverse_norms(x, s_xt, o_t, m_t, C: tl.constexpr, K: tl.constexpr, BK: tl.co
         b_sum = tl.zeros([C], tl.float32)
         for i_k in range(0, K, BK):
             o_k = i_k + tl.arange(0, BK)
-            b_x = tl.load(x + o_t[:, None] * s_xt + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+            m_x = tile_mask(m_t, o_k, K, BK)
+            b_x = tl.load(x + o_t[:, None] * s_xt + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
             b_sum += tl.sum(b_x * b_x, axis=1)
         b_r = inverse_norm(b_sum)
     return b_r
@@ -85,7 +87,6 @@ def kda_intra_fwd_kernel(
     i_hk = i_h // (HV // H)
     o_t = tl.arange(0, C)
     m_t = o_t < num
-    m_tk = m_t[:, None]
     row = i_h.to(tl.int64) * TT + i_b * T + t0  # of the head-major outputs
     q += i_b * q_strides[0] + t0 * q_strides[1] + i_hk * q_strides[2]
     k += i_b * k_strides[0] + t0 * k_strides[1] + i_hk * k_strides[2]
@@ -110,11 +111,12 @@ def kda_intra_fwd_kernel(
     b_diag = tl.zeros([C], tl.float32)
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
+        m_tk = tile_mask(m_t, o_k, K, BK)
         b_q = tl.load(q + o_t[:, None] * q_strides[1] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rq[:, None]
         b_k = tl.load(k + o_t[:, None] * k_strides[1] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rk[:, None]
         b_g = load_decay(g, g_strides[1], dt_bias, a, lower_bound, i_h, o_k, o_t, m_t, K, C, BK, SCALAR, GATE)
         if a_qk is not None:
-            tl.store(decay + (i_c.to(tl.int64) * HV + i_h) * K + o_k, tl.exp2(tl.sum(b_g, axis=0)))
+            store_channels(decay + (i_c.to(tl.int64) * HV + i_h) * K + o_k, tl.exp2(tl.sum(b_g, axis=0)), o_k, K, BK)
             b_diag += tl.sum(b_q * b_k, axis=1)
         b_g = b_g.to(GDT)
 
@@ -131,6 +133,6 @@ def kda_intra_fwd_kernel(
         m_low = o_t[:, None] > o_t[None, :]
         o_cc = row * C + o_t[:, None] * C + o_t[None, :]
         b_Aqk = tl.where(o_t[:, None] == o_t[None, :], b_diag[:, None], tl.where(m_low, b_Aqk, 0.0))
-        tl.store(a_qk + o_cc, b_Aqk.to(a_qk.dtype.element_ty), mask=m_tk)
+        tl.store(a_qk + o_cc, b_Aqk.to(a_qk.dtype.element_ty), mask=m_t[:, None])
         b_T = unit_lower_inverse(tl.where(m_low, b_A * b_beta[:, None], 0.0), C, SDT, IP)
-        tl.store(t_inv + o_cc, b_T.to(t_inv.dtype.element_ty), mask=m_tk)
+        tl.store(t_inv + o_cc, b_T.to(t_inv.dtype.element_ty), mask=m_t[:, None])

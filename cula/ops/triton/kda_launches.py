@@ -147,7 +147,7 @@ class Launches:
         p, v = self.p, self.x.v
         num_rows = p.V if transitions is None else p.V + p.K
         self.kernels.recurrence_fwd(
-            num_rows // self.schedule.config.recurrence_fwd.BV * p.HV * self.num_chains,
+            -(-num_rows // self.schedule.config.recurrence_fwd.BV) * p.HV * self.num_chains,
             **tiles.for_chains(),
             **self.chains,
             v=v,
@@ -190,7 +190,7 @@ class Launches:
     ) -> None:
         p = self.p
         self.kernels.recurrence_bwd(
-            p.V // self.schedule.config.recurrence_bwd.BV * p.HV * self.num_chains,
+            -(-p.V // self.schedule.config.recurrence_bwd.BV) * p.HV * self.num_chains,
             **tiles.for_chains(),
             **self.chains,
             do=do,
@@ -214,7 +214,7 @@ class Launches:
         states = self.new((self.num_chains, p.HV, num_rows, p.K), torch.float32)
         launch = self.kernels.compose if compose else self.kernels.scan
         launch(
-            num_rows // self.schedule.config.scan.BV * p.HV * p.N,
+            -(-num_rows // self.schedule.config.scan.BV) * p.HV * p.N,
             transitions=transitions,
             offsets=offsets,
             first=first,
@@ -264,7 +264,7 @@ class Launches:
             "ddecay": new((self.num_chunks, p.HV, p.K), torch.float32),
         }
         self.kernels.states_bwd(
-            self.num_chunks * p.HV * (p.K // self.schedule.config.states_bwd.BK),
+            self.num_chunks * p.HV * -(-p.K // self.schedule.config.states_bwd.BK),
             **grads,
             **self.chunks,
             do=do,
@@ -281,7 +281,7 @@ class Launches:
     def pairs_bwd(self, tiles: IntraTiles, grads: dict[str, Tensor], dg: Tensor) -> dict[str, Tensor | None]:
         """Gradients of the normalised q and k, and shares of all that is summed over channels; writes dg of a gate a channel."""
         p, x, new, f32 = self.p, self.x, self.new, torch.float32
-        NK = p.K // self.schedule.config.pairs_bwd.BK
+        NK = -(-p.K // self.schedule.config.pairs_bwd.BK)
         wide = (*self.rows, p.K)
         part = (self.num_chunks, NUM_SUBS, p.HV, 1) if p.has_scalar_gate else (self.num_chunks, 2, p.HV, p.K)
         made = {

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .gate import summable_log2_decay
+from .tiles import load_channels, tile_mask, tile_mask_t
 
 NUM_SUBS = 4  # sub-blocks of 16 rows
 
@@ -71,16 +72,17 @@ def range_columns(middle, N: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
-def load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K: tl.constexpr, SCALAR: tl.constexpr):
+def load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr):
     """Raw g + dt_bias of a tile, [C, BK] float32, or [C] for one gate a head; g points at the chunk's first token."""
     if SCALAR:
         b_x = tl.load(g + o_t * s_gt, mask=m_t, other=0.0).to(tl.float32)
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_h)
+            b_x += tl.load(dt_bias + i_h).to(tl.float32)
     else:
-        b_x = tl.load(g + o_t[:, None] * s_gt + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+        m_x = tile_mask(m_t, o_k, K, BK)
+        b_x = tl.load(g + o_t[:, None] * s_gt + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_h * K + o_k)[None, :]
+            b_x += load_channels(dt_bias + i_h * K + o_k, o_k, K, BK).to(tl.float32)[None, :]
     return b_x
 
 
@@ -89,27 +91,28 @@ def load_decay(
     g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t,
     K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """log2 decays of rows o_t and channels o_k, [BC, BK]; rows past the sequence decay nothing."""
-    b_x = load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR)
+    """log2 decays of rows o_t and channels o_k, [BC, BK]; rows past the sequence and channels past K decay nothing."""
+    b_x = load_gate_input(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, BK, SCALAR)
     b_g2 = summable_log2_decay(b_x, a, lower_bound, GATE)
     if SCALAR:
         b_g2 = tl.broadcast_to(tl.where(m_t, b_g2, 0.0)[:, None], [BC, BK])
     else:
-        b_g2 = tl.where(m_t[:, None], b_g2, 0.0)
+        b_g2 = tl.where(tile_mask(m_t, o_k, K, BK), b_g2, 0.0)
     return b_g2
 
 
 @triton.jit
-def load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K: tl.constexpr, SCALAR: tl.constexpr):
+def load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr):
     """`load_gate_input`, transposed: [BK, C], or [1, C] for one gate a head."""
     if SCALAR:
         b_x = tl.load(g + o_t * s_gt, mask=m_t, other=0.0).to(tl.float32)[None, :]
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_h)
+            b_x += tl.load(dt_bias + i_h).to(tl.float32)
     else:
-        b_x = tl.load(g + o_k[:, None] + o_t[None, :] * s_gt, mask=m_t[None, :], other=0.0).to(tl.float32)
+        m_x = tile_mask_t(m_t, o_k, K, BK)
+        b_x = tl.load(g + o_k[:, None] + o_t[None, :] * s_gt, mask=m_x, other=0.0).to(tl.float32)
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_h * K + o_k)[:, None]
+            b_x += load_channels(dt_bias + i_h * K + o_k, o_k, K, BK).to(tl.float32)[:, None]
     return b_x
 
 
@@ -119,8 +122,9 @@ def load_decay_t(
     K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """`load_decay`, transposed: [BK, BC]."""
-    b_x = load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR)
-    b_g = tl.where(m_t[None, :], summable_log2_decay(b_x, a, lower_bound, GATE), 0.0)
+    b_x = load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, BK, SCALAR)
+    b_g = summable_log2_decay(b_x, a, lower_bound, GATE)
+    b_g = tl.where(m_t[None, :] if SCALAR else tile_mask_t(m_t, o_k, K, BK), b_g, 0.0)
     return tl.broadcast_to(b_g, [BK, BC]).to(DT)
 
 

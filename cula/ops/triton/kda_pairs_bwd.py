@@ -26,14 +26,15 @@ from .gate import gate_grad, gate_strength
 from .kda_intra_bwd import store_shares
 from .kda_levels import load_decay_t, load_gate_input_t, range_columns
 from .launch import kernel
+from .tiles import load_channels, tile_mask_t
 from .varlen import chunk_span
 
 
 @triton.jit
-def load_half(x, s_xt, r, o_k, o_t, m_t, DT: tl.constexpr):
+def load_half(x, s_xt, r, o_k, o_t, m_t, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
     """Rows o_t of q or k times their inverse norms r, transposed, [BK, BH]."""
     b_r = tl.load(r + o_t, mask=m_t, other=0.0)
-    b_x = tl.load(x + o_k[:, None] + o_t[None, :] * s_xt, mask=m_t[None, :], other=0.0).to(tl.float32)
+    b_x = tl.load(x + o_k[:, None] + o_t[None, :] * s_xt, mask=tile_mask_t(m_t, o_k, K, BK), other=0.0).to(tl.float32)
     return (b_x * b_r[None, :]).to(DT)
 
 
@@ -44,15 +45,16 @@ def load_scores(p, o_r, o_c, num, C: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
-def load_tile(p, o_k, o_t, m_t, K: tl.constexpr):
+def load_tile(p, o_k, o_t, m_t, K: tl.constexpr, BK: tl.constexpr):
     """Rows o_t of a workspace [.., K], transposed, [BK, BH] float32."""
-    return tl.load(p + o_k[:, None] + o_t[None, :] * K, mask=m_t[None, :], other=0.0).to(tl.float32)
+    return tl.load(p + o_k[:, None] + o_t[None, :] * K, mask=tile_mask_t(m_t, o_k, K, BK), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def from_other_half(
     q, k, beta, rq, rk, dqg, dkb, dkr, da_qk, da_kk, b_g, s_qt, s_kt, o_k, o_t, o_o, num,
-    K: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SDT: tl.constexpr, IP: tl.constexpr, HALF: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, SDT: tl.constexpr, IP: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """What the other half (tokens o_o, log decays b_g) gives to this one (tokens o_t).
 
@@ -62,16 +64,16 @@ def from_other_half(
     """
     m_o = o_o < num
     b_e = tl.exp2(tl.dot(b_g, range_columns(BH * HALF, BH, b_g.dtype), input_precision=IP))
-    b_k = load_half(k, s_kt, rk, o_k, o_o, m_o, tl.float32) * b_e
+    b_k = load_half(k, s_kt, rk, o_k, o_o, m_o, K, BK, tl.float32) * b_e
     if HALF == 0:
-        b_q = load_half(q, s_qt, rq, o_k, o_o, m_o, tl.float32) * b_e
+        b_q = load_half(q, s_qt, rq, o_k, o_o, m_o, K, BK, tl.float32) * b_e
         b_k = b_k * tl.load(beta + o_o, mask=m_o, other=0.0)[None, :]
-        b_end = tl.sum(b_q * load_tile(dqg, o_k, o_o, m_o, K) + b_k * load_tile(dkb, o_k, o_o, m_o, K), axis=1)
+        b_end = tl.sum(b_q * load_tile(dqg, o_k, o_o, m_o, K, BK) + b_k * load_tile(dkb, o_k, o_o, m_o, K, BK), axis=1)
         b_col = tl.dot(b_q.to(SDT), load_scores(da_qk, o_o, o_t, num, C, SDT), input_precision=IP)
         b_col = tl.dot(b_k.to(SDT), load_scores(da_kk, o_o, o_t, num, C, SDT), b_col, input_precision=IP)
         return b_end, b_col, b_col
     else:
-        b_end = tl.sum(b_k * load_tile(dkr, o_k, o_o, m_o, K), axis=1)
+        b_end = tl.sum(b_k * load_tile(dkr, o_k, o_o, m_o, K, BK), axis=1)
         b_rowq = tl.dot(b_k.to(SDT), tl.trans(load_scores(da_qk, o_t, o_o, num, C, SDT)), input_precision=IP)
         b_rowk = tl.dot(b_k.to(SDT), tl.trans(load_scores(da_kk, o_t, o_o, num, C, SDT)), input_precision=IP)
         return b_end, b_rowq, b_rowk
@@ -80,15 +82,15 @@ def from_other_half(
 @triton.jit
 def from_states(
     b_q, b_k, b_g, b_beta, b_Eo, b_1, b_2, dqg, dkb, dkr, unit, o_k, o_t, m_t,
-    K: tl.constexpr, BH: tl.constexpr, XDT: tl.constexpr, IP: tl.constexpr, HALF: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, XDT: tl.constexpr, IP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """dq, dkb, dk and dg of this half through the states, with what the other half gave; all in units of `unit`.
 
     b_Eo is the other half's whole decay, [BK]; dg takes the gradients of both kinds of sums.
     """
     b_e = tl.exp2(tl.dot(b_g, range_columns(0, BH, b_g.dtype), input_precision=IP))  # from the half's start to t
-    b_dq = load_tile(dqg, o_k, o_t, m_t, K) * (1.0 / unit)
-    b_dkb = load_tile(dkb, o_k, o_t, m_t, K) * (1.0 / unit)
+    b_dq = load_tile(dqg, o_k, o_t, m_t, K, BK) * (1.0 / unit)
+    b_dkb = load_tile(dkb, o_k, o_t, m_t, K, BK) * (1.0 / unit)
     if HALF == 1:
         b_dq = b_dq * b_Eo[:, None] + b_1
         b_dkb = b_dkb * b_Eo[:, None] + b_2
@@ -97,7 +99,7 @@ def from_states(
     b_x = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * (b_dkb * b_beta[None, :])
     b_dg = tl.dot(b_x.to(XDT), tl.trans(range_columns(0, BH, XDT)), input_precision=IP)
     b_e = tl.exp2(tl.dot(b_g, range_columns(BH, BH, b_g.dtype), input_precision=IP))  # from behind t to the half's end
-    b_dk = load_tile(dkr, o_k, o_t, m_t, K) * (1.0 / unit)
+    b_dk = load_tile(dkr, o_k, o_t, m_t, K, BK) * (1.0 / unit)
     if HALF == 0:
         b_dk = b_dk * b_Eo[:, None] + b_1
     b_dk = b_dk * b_e
@@ -138,15 +140,15 @@ def inner_levels(
 @triton.jit
 def store_gate_grad(
     b_dg, g, s_gt, dt_bias, a, lower_bound, p_dg, dA_part, dbias_part, o_part, i_h, o_k, o_t, m_t,
-    HV: tl.constexpr, K: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """dg through the gate, and this half's shares of dA_log and ddt_bias; p_dg points at the chunk's first token."""
-    b_x = load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, SCALAR)
+    b_x = load_gate_input_t(g, s_gt, dt_bias, i_h, o_k, o_t, m_t, K, BK, SCALAR)
     b_dx, b_da = gate_grad(b_dg, b_x, a, lower_bound, GATE)
     p_dg += o_t[None, :] * (HV * K) + o_k[:, None]
-    tl.store(p_dg, b_dx.to(p_dg.dtype.element_ty), mask=m_t[None, :])
+    tl.store(p_dg, b_dx.to(p_dg.dtype.element_ty), mask=tile_mask_t(m_t, o_k, K, BK))
     b_da = tl.sum(tl.where(m_t[None, :], b_da, 0.0), axis=1)
-    store_shares(dA_part, dbias_part, o_part, b_da, tl.sum(tl.where(m_t[None, :], b_dx, 0.0), axis=1))
+    store_shares(dA_part, dbias_part, o_part, b_da, tl.sum(tl.where(m_t[None, :], b_dx, 0.0), axis=1), o_k, K, BK)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def pairs_half(
 ):  # fmt: skip
     """One half of a chunk: HALF 0, the first, or 1. Arguments as of the kernel."""
     BH: tl.constexpr = C // 2
-    NK: tl.constexpr = K // BK
+    NK: tl.constexpr = (K + BK - 1) // BK
     XDT: tl.constexpr = tl.float32 if IP == "tf32x3" else tl.bfloat16  # of gradients of exponents: range before precision
     i_k = tl.program_id(0) // 2 % NK
     i_h = tl.program_id(0) // (2 * NK) % HV
@@ -167,7 +169,8 @@ def pairs_half(
     if num <= HALF * BH:
         if not SCALAR:
             o_none = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + i_k * BK + tl.arange(0, BK)
-            store_shares(dA_part, dbias_part, o_none, tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32))
+            b_none = tl.zeros([BK], tl.float32)
+            store_shares(dA_part, dbias_part, o_none, b_none, b_none, i_k * BK + tl.arange(0, BK), K, BK)
         return
     i_hk = i_h // (HV // H)
     o_k = i_k * BK + tl.arange(0, BK)
@@ -196,15 +199,15 @@ def pairs_half(
     b_g = load_decay_t(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_o, o_o < num, K, BH, BK, SCALAR, GATE, GDT)
     b_Eo = tl.exp2(tl.sum(b_g.to(tl.float32), axis=1))
     b_end, b_1, b_2 = from_other_half(q, k, beta, rq, rk, dqg, dkb, dkr, da_qk, da_kk, b_g, s_qt, s_kt, o_k, o_t, o_o, num,
-                                      K, C, BH, SDT, IP, HALF)  # fmt: skip
+                                      K, C, BK, BH, SDT, IP, HALF)  # fmt: skip
 
     b_beta = tl.load(beta + o_t, mask=m_t, other=0.0)
-    b_q = load_half(q, s_qt, rq, o_k, o_t, m_t, SDT)
-    b_k = load_half(k, s_kt, rk, o_k, o_t, m_t, SDT)
+    b_q = load_half(q, s_qt, rq, o_k, o_t, m_t, K, BK, SDT)
+    b_k = load_half(k, s_kt, rk, o_k, o_t, m_t, K, BK, SDT)
     b_g = load_decay_t(g, s_gt, dt_bias, a, lower_bound, i_h, o_k, o_t, m_t, K, BH, BK, SCALAR, GATE, GDT)
-    b_end = b_end * tl.exp2(tl.sum(b_g.to(tl.float32), axis=1)) + tl.load(ddecay + o_chunk * K + o_k)
+    b_end = b_end * tl.exp2(tl.sum(b_g.to(tl.float32), axis=1)) + load_channels(ddecay + o_chunk * K + o_k, o_k, K, BK)
     b_dq, b_dkb, b_dk, b_dg = from_states(b_q, b_k, b_g, b_beta, b_Eo, b_1, b_2, dqg, dkb, dkr, unit, o_k, o_t, m_t,
-                                          K, BH, XDT, IP, HALF)  # fmt: skip
+                                          K, BK, BH, XDT, IP, HALF)  # fmt: skip
     b_dq, b_dkb, b_dk, b_dg = inner_levels(b_dq, b_dkb, b_dk, b_dg, b_q, b_k, b_g, b_beta, da_qk, da_kk, o_t, num,
                                            C, BH, SDT, XDT, IP)  # fmt: skip
     b_dg = b_dg * unit + b_end[:, None]
@@ -212,10 +215,11 @@ def pairs_half(
     # out: q and k with the pairs t = i, this program's share of db, and g through the gate
     b_diag = tl.load(da_qk + o_t * (C + 1), mask=m_t, other=0.0).to(tl.float32)[None, :]
     o_tk = row * K + o_t[None, :] * K + o_k[:, None]
+    m_tk = tile_mask_t(m_t, o_k, K, BK)
     b_x = (b_dq + b_k.to(tl.float32) * b_diag) * unit
-    tl.store(dqn + o_tk, b_x.to(dqn.dtype.element_ty), mask=m_t[None, :])
+    tl.store(dqn + o_tk, b_x.to(dqn.dtype.element_ty), mask=m_tk)
     b_x = (b_dk + b_dkb * b_beta[None, :] + b_q.to(tl.float32) * b_diag) * unit
-    tl.store(dkn + o_tk, b_x.to(dkn.dtype.element_ty), mask=m_t[None, :])
+    tl.store(dkn + o_tk, b_x.to(dkn.dtype.element_ty), mask=m_tk)
     o_row = i_k.to(tl.int64) * HV * TT + row + o_t
     tl.store(db_part + o_row, tl.sum(b_k.to(tl.float32) * b_dkb, axis=0) * unit, mask=m_t)
     if SCALAR:
@@ -223,7 +227,7 @@ def pairs_half(
     else:
         o_part = ((i_c.to(tl.int64) * 2 + HALF) * HV + i_h) * K + o_k
         store_gate_grad(b_dg, g, s_gt, dt_bias, a, lower_bound, dg + (token * HV + i_h) * K, dA_part, dbias_part, o_part,
-                        i_h, o_k, o_t, m_t, HV, K, SCALAR, GATE)  # fmt: skip
+                        i_h, o_k, o_t, m_t, HV, K, BK, SCALAR, GATE)  # fmt: skip
 
 
 @kernel(numbers="T TT NT", floats="lower_bound")

@@ -18,97 +18,83 @@ import triton
 import triton.language as tl
 
 from .launch import kernel
+from .tiles import load_channels, load_rows, store_rows
 from .varlen import chain_span
-
-
-@triton.jit
-def load_rows(p, m_c, IS_TAIL: tl.constexpr):
-    """A tile; the rows of a sequence's last, shorter chunk that are not its own are zero. Full chunks need no predicates."""
-    if IS_TAIL:
-        return tl.load(p, mask=m_c[:, None], other=0.0)
-    else:
-        return tl.load(p)
-
-
-@triton.jit
-def store_rows(p, b_x, m_c, IS_TAIL: tl.constexpr):
-    if IS_TAIL:
-        tl.store(p, b_x, mask=m_c[:, None])
-    else:
-        tl.store(p, b_x)
 
 
 @triton.jit
 def chunk_fwd(
     b_S, i_t, num, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to, s_vt, s_ot, scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_TRANSITION: tl.constexpr,
-    IS_TAIL: tl.constexpr, IP: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    IS_TRANSITION: tl.constexpr, IS_TAIL: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a chain: from the state before it to the state after it."""
     DT: tl.constexpr = kb.dtype.element_ty
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, K)
+    o_k = tl.arange(0, BK)
     o_ck = o_c[:, None] * K + o_k[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :]
     m_c = o_c < num
     t0 = tl.cast(i_t, tl.int64) * C
     row = head + t0
     o_chunk = (base + i_t) * HV + i_h
-    b_kb = load_rows(kb + row * K + o_ck, m_c, IS_TAIL)
-    b_T = load_rows(t_inv + row * C + o_cc, m_c, IS_TAIL)
-    b_kr = load_rows(kr + row * K + o_ck, m_c, IS_TAIL)
-    b_decay = tl.load(decay + o_chunk * K + o_k)
+    b_kb = load_rows(kb + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+    b_T = load_rows(t_inv + row * C + o_cc, m_c, o_c, IS_TAIL, C, C)
+    b_kr = load_rows(kr + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+    b_decay = load_channels(decay + o_chunk * K + o_k, o_k, K, BK)
     if h is not None:
-        tl.store(h + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :], b_S.to(h.dtype.element_ty))
+        p_h = h + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :]
+        store_rows(p_h, b_S.to(h.dtype.element_ty), o_v < V, o_k, V % BV != 0, K, BK)
 
     b_Sd = b_S.to(DT)
     b_X = -tl.dot(b_Sd, tl.trans(b_kb), input_precision=IP)  # [BV, C]
     if IS_TRANSITION:
         b_v = tl.load(v + t0 * s_vt + o_tv, mask=m_c[:, None] & (o_v < V)[None, :], other=0.0)
     else:
-        b_v = load_rows(v + t0 * s_vt + o_tv, m_c, IS_TAIL)
+        b_v = load_rows(v + t0 * s_vt + o_tv, m_c, o_v, IS_TAIL, V, BV)
     b_beta = tl.load(beta + row + o_c, mask=m_c, other=0.0) if IS_TAIL else tl.load(beta + row + o_c)
     b_X += tl.trans(b_v).to(tl.float32) * b_beta[None, :]
     b_U = tl.dot(b_X.to(DT), tl.trans(b_T), input_precision=IP).to(DT)  # [BV, C]
     if o is not None:
-        b_qg = load_rows(qg + row * K + o_ck, m_c, IS_TAIL)
-        b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, IS_TAIL)
+        b_qg = load_rows(qg + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+        b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, o_c, IS_TAIL, C, C)
         b_o = tl.dot(b_Sd, tl.trans(b_qg), input_precision=IP)
         b_o = tl.dot(b_U, tl.trans(b_Aqk), b_o, input_precision=IP) * scale
     b_S = tl.dot(b_U, b_kr, b_S * b_decay[None, :], input_precision=IP)
     if o is not None:
-        store_rows(o + t0 * s_ot + o_to, tl.trans(b_o.to(o.dtype.element_ty)), m_c, IS_TAIL)
+        store_rows(o + t0 * s_ot + o_to, tl.trans(b_o.to(o.dtype.element_ty)), m_c, o_v, IS_TAIL, V, BV)
     if u is not None:
-        store_rows(u + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_U), m_c, IS_TAIL)
+        store_rows(u + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_U), m_c, o_v, IS_TAIL, V, BV)
     return b_S
 
 
 @triton.jit
 def chunk_bwd(
     b_dS, i_t, num, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do, dh, dx, dv, o_v, o_to, s_ot, scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, IS_TAIL: tl.constexpr, IP: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    IS_TAIL: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a chain in reverse: from the gradient of the state after it to that of the state before it."""
     DT: tl.constexpr = kb.dtype.element_ty
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, K)
+    o_k = tl.arange(0, BK)
     o_ck = o_c[:, None] * K + o_k[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :]
     m_c = o_c < num
     t0 = tl.cast(i_t, tl.int64) * C
     row = head + t0
     o_chunk = (base + i_t) * HV + i_h
-    b_kr = load_rows(kr + row * K + o_ck, m_c, IS_TAIL)
-    b_T = load_rows(t_inv + row * C + o_cc, m_c, IS_TAIL)
-    b_kb = load_rows(kb + row * K + o_ck, m_c, IS_TAIL)
-    b_qg = load_rows(qg + row * K + o_ck, m_c, IS_TAIL)
-    b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, IS_TAIL)
-    b_do = load_rows(do + t0 * s_ot + o_to, m_c, IS_TAIL)
+    b_kr = load_rows(kr + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+    b_T = load_rows(t_inv + row * C + o_cc, m_c, o_c, IS_TAIL, C, C)
+    b_kb = load_rows(kb + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+    b_qg = load_rows(qg + row * K + o_ck, m_c, o_k, IS_TAIL, K, BK)
+    b_Aqk = load_rows(a_qk + row * C + o_cc, m_c, o_c, IS_TAIL, C, C)
+    b_do = load_rows(do + t0 * s_ot + o_to, m_c, o_v, IS_TAIL, V, BV)
     b_doT = (tl.trans(b_do).to(tl.float32) * scale).to(DT)  # [BV, C]
-    b_decay = tl.load(decay + o_chunk * K + o_k)
+    b_decay = load_channels(decay + o_chunk * K + o_k, o_k, K, BK)
     b_dSd = b_dS.to(DT)
     if dh is not None:
-        tl.store(dh + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :], b_dSd)
+        store_rows(dh + o_chunk * (V * K) + o_v[:, None] * K + o_k[None, :], b_dSd, o_v < V, o_k, V % BV != 0, K, BK)
 
     b_dU = tl.dot(b_doT, b_Aqk, input_precision=IP)
     b_dU = tl.dot(b_dSd, tl.trans(b_kr), b_dU, input_precision=IP)
@@ -117,10 +103,10 @@ def chunk_bwd(
     b_dS = tl.dot(b_doT, b_qg, b_dS * b_decay[None, :], input_precision=IP)
     b_dS = tl.dot(-b_dXd, b_kb, b_dS, input_precision=IP)
     if dx is not None:
-        store_rows(dx + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_dXd), m_c, IS_TAIL)
+        store_rows(dx + row * V + o_c[:, None] * V + o_v[None, :], tl.trans(b_dXd), m_c, o_v, IS_TAIL, V, BV)
         b_beta = tl.load(beta + row + o_c, mask=m_c, other=0.0) if IS_TAIL else tl.load(beta + row + o_c)
         p_dv = dv + ((token + t0) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        store_rows(p_dv, tl.trans((b_dX * b_beta[None, :]).to(dv.dtype.element_ty)), m_c, IS_TAIL)
+        store_rows(p_dv, tl.trans((b_dX * b_beta[None, :]).to(dv.dtype.element_ty)), m_c, o_v, IS_TAIL, V, BV)
     return b_dS
 
 
@@ -128,7 +114,7 @@ def chunk_bwd(
 def kda_recurrence_fwd_kernel(
     kb, kr, qg, t_inv, a_qk, beta, decay, v, first_state, o, ht, h, u, transitions, cu_seqlens, chunk_base, seg_seq, seg_base,
     v_strides, o_strides, T, TT, NT, NS, seg, scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_SEG: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """Chains of whole sequences or segments from their `first_state` (zero if None).
@@ -138,7 +124,7 @@ def kda_recurrence_fwd_kernel(
     """
     IS_TRANSITION: tl.constexpr = transitions is not None
     ROWS: tl.constexpr = V + K if IS_TRANSITION else V
-    NB: tl.constexpr = ROWS // BV
+    NB: tl.constexpr = (ROWS + BV - 1) // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
     i_w = tl.program_id(0) // (NB * HV)
@@ -148,7 +134,7 @@ def kda_recurrence_fwd_kernel(
     if not alive:
         return
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, K)
+    o_k = tl.arange(0, BK)
     o_v = i_r * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     head = i_h.to(tl.int64) * TT + i_b * T + bos
@@ -160,9 +146,9 @@ def kda_recurrence_fwd_kernel(
     if IS_TRANSITION:
         b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
     elif first_state is not None:
-        b_S = tl.load(first_state + o_chain * (V * K) + o_vk)
+        b_S = load_rows(first_state + o_chain * (V * K) + o_vk, o_v < V, o_k, V % BV != 0, K, BK)
     else:
-        b_S = tl.zeros([BV, K], tl.float32)
+        b_S = tl.zeros([BV, BK], tl.float32)
 
     s_vt = v_strides[1]
     o_tv = o_c[:, None] * s_vt + o_v[None, :]
@@ -173,29 +159,29 @@ def kda_recurrence_fwd_kernel(
     full = tl.minimum(last, length // C)
     for i_t in range(first, full):
         b_S = chunk_fwd(b_S, i_t, C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u, o_v, o_tv, o_to,
-                        s_vt, s_ot, scale, HV, K, V, C, IS_TRANSITION, False, IP)  # fmt: skip
+                        s_vt, s_ot, scale, HV, K, V, C, BK, BV, IS_TRANSITION, False, IP)  # fmt: skip
     if full < last:
         b_S = chunk_fwd(b_S, full, length - full * C, head, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, v, o, h, u,
-                        o_v, o_tv, o_to, s_vt, s_ot, scale, HV, K, V, C, IS_TRANSITION, True, IP)  # fmt: skip
+                        o_v, o_tv, o_to, s_vt, s_ot, scale, HV, K, V, C, BK, BV, IS_TRANSITION, True, IP)  # fmt: skip
 
     if IS_TRANSITION:
-        tl.store(transitions + o_chain * ((V + K) * K) + o_vk, b_S)
+        store_rows(transitions + o_chain * (ROWS * K) + o_vk, b_S, o_v < ROWS, o_k, ROWS % BV != 0, K, BK)
     if ht is not None:
-        tl.store(ht + o_chain * (V * K) + o_vk, b_S)
+        store_rows(ht + o_chain * (V * K) + o_vk, b_S, o_v < V, o_k, V % BV != 0, K, BK)
 
 
 @kernel(numbers="T TT NT NS seg", floats="scale")
 def kda_recurrence_bwd_kernel(
     kb, kr, qg, t_inv, a_qk, beta, decay, do, dlast, dh, dx, dv, dfirst, cu_seqlens, chunk_base, seg_seq, seg_base,
     do_strides, T, TT, NT, NS, seg, scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_SEG: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """Chains from the last chunk to the first, from the gradient `dlast` of their last state (zero if None).
 
     Optional outputs: dh, the gradient of the state after each chunk; dx (scratch) and dv; dfirst, of each chain's first state.
     """
-    NB: tl.constexpr = V // BV
+    NB: tl.constexpr = (V + BV - 1) // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
     i_w = tl.program_id(0) // (NB * HV)
@@ -205,7 +191,7 @@ def kda_recurrence_bwd_kernel(
     if not alive:
         return
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, K)
+    o_k = tl.arange(0, BK)
     o_v = i_r * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     head = i_h.to(tl.int64) * TT + i_b * T + bos
@@ -213,9 +199,9 @@ def kda_recurrence_bwd_kernel(
     o_chain = i_w.to(tl.int64) * HV + i_h
 
     if dlast is not None:
-        b_dS = tl.load(dlast + o_chain * (V * K) + o_vk)
+        b_dS = load_rows(dlast + o_chain * (V * K) + o_vk, o_v < V, o_k, V % BV != 0, K, BK)
     else:
-        b_dS = tl.zeros([BV, K], tl.float32)
+        b_dS = tl.zeros([BV, BK], tl.float32)
 
     s_ot = do_strides[1]
     o_to = o_c[:, None] * s_ot + o_v[None, :]
@@ -223,30 +209,30 @@ def kda_recurrence_bwd_kernel(
     full = tl.minimum(last, length // C)
     if full < last:
         b_dS = chunk_bwd(b_dS, full, length - full * C, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do,
-                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, True, IP)  # fmt: skip
+                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, BK, BV, True, IP)  # fmt: skip
     for i in range(0, full - first):
         b_dS = chunk_bwd(b_dS, full - 1 - i, C, head, token, base, i_h, kb, kr, qg, t_inv, a_qk, beta, decay, do,
-                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, False, IP)  # fmt: skip
+                         dh, dx, dv, o_v, o_to, s_ot, scale, HV, K, V, C, BK, BV, False, IP)  # fmt: skip
 
     if dfirst is not None:
-        tl.store(dfirst + o_chain * (V * K) + o_vk, b_dS)
+        store_rows(dfirst + o_chain * (V * K) + o_vk, b_dS, o_v < V, o_k, V % BV != 0, K, BK)
 
 
 @kernel(numbers="NS")
 def kda_scan_kernel(
     transitions, offsets, first, states, last, seg_base, NS,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_TRANSITION: tl.constexpr,
 ):  # fmt: skip
     """First state of every segment (`states`) and the last state, by S <- S M + B along the sequence from `first` (or zero).
 
     `transitions` [segments, HV, V + K, K] holds B above M. With `offsets` the scan is the backward one: in reverse,
     S <- S M^T + offset. IS_TRANSITION scans V + K rows from [0 | I], which composes the transitions. The state in hand passes
-    through `states`, so that a product can take it in slices of BK columns.
+    through `states`, so that a product can take it in slices of BS of its BK columns.
     """
     IS_BWD: tl.constexpr = offsets is not None
     ROWS: tl.constexpr = V + K if IS_TRANSITION else V
-    NB: tl.constexpr = ROWS // BV
+    NB: tl.constexpr = (ROWS + BV - 1) // BV
     i_r = tl.program_id(0) % NB
     i_h = tl.program_id(0) // NB % HV
     i_n = tl.program_id(0) // (NB * HV)
@@ -256,36 +242,36 @@ def kda_scan_kernel(
     else:
         base = i_n * NS
         num = i_n * 0 + NS
-    o_k = tl.arange(0, K)
-    o_b = tl.arange(0, BK)
+    o_k = tl.arange(0, BK)
+    o_s = tl.arange(0, BS)
     o_v = i_r * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
-    m_v = (o_v < V)[:, None]
     o_state = (i_n.to(tl.int64) * HV + i_h) * (ROWS * K)
     if IS_TRANSITION:
         b_S = tl.where((o_v - V)[:, None] == o_k[None, :], 1.0, 0.0)
     elif first is not None:
-        b_S = tl.load(first + o_state + o_vk)
+        b_S = load_rows(first + o_state + o_vk, o_v < V, o_k, V % BV != 0, K, BK)
     else:
-        b_S = tl.zeros([BV, K], tl.float32)
+        b_S = tl.zeros([BV, BK], tl.float32)
     for i in range(0, num):
         i_s = base + (num - 1 - i if IS_BWD else i)
         o_seg = tl.cast(i_s, tl.int64) * HV + i_h
         p_B = transitions + o_seg * ((V + K) * K)
         p_M = p_B + V * K
         p_S = states + o_seg * (ROWS * K)
-        tl.store(p_S + o_vk, b_S)
+        store_rows(p_S + o_vk, b_S, o_v < ROWS, o_k, ROWS % BV != 0, K, BK)
         tl.debug_barrier()
         if IS_BWD:
-            b_S = tl.load(offsets + o_seg * (V * K) + o_vk)
+            b_S = load_rows(offsets + o_seg * (V * K) + o_vk, o_v < V, o_k, V % BV != 0, K, BK)
         else:
-            b_S = tl.load(p_B + o_vk, mask=m_v, other=0.0)
-        for i_k in range(0, K, BK):
-            b_s = tl.load(p_S + o_v[:, None] * K + i_k + o_b[None, :])
+            b_S = load_rows(p_B + o_vk, o_v < V, o_k, True, K, BK)
+        for i_k in range(0, K, BS):
+            b_s = load_rows(p_S + o_v[:, None] * K + i_k + o_s[None, :], o_v < ROWS, i_k + o_s, ROWS % BV != 0, K, BS)
             if IS_BWD:
-                b_M = tl.trans(tl.load(p_M + o_k[:, None] * K + i_k + o_b[None, :]))
+                p_slice = p_M + o_k[:, None] * K + i_k + o_s[None, :]
+                b_M = tl.trans(load_rows(p_slice, o_k < K, i_k + o_s, K % BK != 0, K, BS))
             else:
-                b_M = tl.load(p_M + (i_k + o_b)[:, None] * K + o_k[None, :])
+                b_M = load_rows(p_M + (i_k + o_s)[:, None] * K + o_k[None, :], i_k + o_s < K, o_k, K % BS != 0, K, BK)
             b_S = tl.dot(b_s, b_M, b_S, input_precision="tf32x3")
     if last is not None:
-        tl.store(last + o_state + o_vk, b_S)
+        store_rows(last + o_state + o_vk, b_S, o_v < ROWS, o_k, ROWS % BV != 0, K, BK)

@@ -17,7 +17,7 @@ from torch import Tensor
 from cula.core.constants import CHUNK
 from cula.kda.problem import KdaProblem
 
-from .configs import KdaConfig, kda_config, kda_segment_chunks
+from .configs import KdaConfig, kda_config, kda_segment_chunks, padded
 from .kda_intra import kda_intra_fwd_kernel
 from .kda_intra_bwd import kda_finish_bwd_kernel, kda_scores_bwd_kernel, kda_shares_bwd_kernel, kda_states_bwd_kernel
 from .kda_pairs_bwd import kda_pairs_bwd_kernel
@@ -66,7 +66,7 @@ class Tables(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def schedule_kda(p: KdaProblem, num_sms: int) -> Schedule:
-    config = kda_config(p.dtype, p.K, p.V, p.sm, is_safe(p))
+    config = kda_config(p.dtype, padded(p.K), padded(p.V), p.sm, is_safe(p))
     NT = -(-p.T // CHUNK)
     seg = kda_segment_chunks(p, num_sms, config.recurrence_fwd.BV) if p.T else 0
     NS = -(-NT // seg) if seg else 1
@@ -103,7 +103,7 @@ def _kernels(
 ) -> Kernels:
     H, HV, K, V = dims
     GATE, SCALAR, SAFE, NORM, SIGMOID, BETA_MAX = gate
-    config = kda_config(dtype, K, V, sm, SAFE)
+    config = kda_config(dtype, padded(K), padded(V), sm, SAFE)
     SDT, score_IP = score_precision(dtype, NORM)
     GDT, IP = decay_precision(dtype), state_precision(dtype)
     chunk = {"HV": HV, "C": CHUNK, "IS_PACKED": is_packed}
@@ -111,13 +111,17 @@ def _kernels(
     gated = {**chunk, "H": H, "K": K, "GATE": GATE, "SCALAR": SCALAR}
     activated = {"NORM": NORM, "SIGMOID": SIGMOID, "BETA_MAX": BETA_MAX}
     t = config.scan
-    scan = {"HV": HV, "K": K, "V": V, "BV": t.BV, "BK": t.BK, "IS_PACKED": is_packed, **t.launch()}
+    scan = {"HV": HV, "K": K, "V": V, "BK": padded(K), "BV": t.BV, "BS": t.BK, "IS_PACKED": is_packed, **t.launch()}
     return Kernels(
         intra=kda_intra_fwd_kernel.variant(
             **gated, **activated, BK=config.intra.BK, SAFE=SAFE, GDT=GDT, SDT=SDT, IP=score_IP, **config.intra.launch()
         ),
-        recurrence_fwd=kda_recurrence_fwd_kernel.variant(**chain, BV=config.recurrence_fwd.BV, **config.recurrence_fwd.launch()),
-        recurrence_bwd=kda_recurrence_bwd_kernel.variant(**chain, BV=config.recurrence_bwd.BV, **config.recurrence_bwd.launch()),
+        recurrence_fwd=kda_recurrence_fwd_kernel.variant(
+            **chain, BK=config.recurrence_fwd.BK, BV=config.recurrence_fwd.BV, **config.recurrence_fwd.launch()
+        ),
+        recurrence_bwd=kda_recurrence_bwd_kernel.variant(
+            **chain, BK=config.recurrence_bwd.BK, BV=config.recurrence_bwd.BV, **config.recurrence_bwd.launch()
+        ),
         scan=kda_scan_kernel.variant(**scan, IS_TRANSITION=False),
         compose=kda_scan_kernel.variant(**scan, IS_TRANSITION=True),
         scores_bwd=kda_scores_bwd_kernel.variant(**chunk, V=V, BV=config.scores_bwd.BV, IP=IP, **config.scores_bwd.launch()),
@@ -127,8 +131,12 @@ def _kernels(
         pairs_bwd=kda_pairs_bwd_kernel.variant(
             **gated, BK=config.pairs_bwd.BK, GDT=GDT, SDT=pair_precision(dtype, NORM), IP=IP, **config.pairs_bwd.launch()
         ),
-        finish_bwd=kda_finish_bwd_kernel.variant(**gated, **activated, NK=K // config.pairs_bwd.BK, **config.finish_bwd.launch()),
-        shares_bwd=kda_shares_bwd_kernel.variant(HV=HV, KC=1 if SCALAR else K, BR=SHARES, **config.shares_bwd.launch()),
+        finish_bwd=kda_finish_bwd_kernel.variant(
+            **gated, **activated, BK=config.finish_bwd.BK, NK=-(-K // config.pairs_bwd.BK), **config.finish_bwd.launch()
+        ),
+        shares_bwd=kda_shares_bwd_kernel.variant(
+            HV=HV, KC=1 if SCALAR else K, BK=1 if SCALAR else config.shares_bwd.BK, BR=SHARES, **config.shares_bwd.launch()
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning attention in Triton: forward, and a backward made of the same kernel run three times.
+"""Lightning attention in Triton: forward, and a backward made of the same kernel run three times (`lightning_decay.py`
+has the gradient of the decay, for calls that ask for it).
 
 Recurrence of one head, f = exp(-s):   S_t = f S_{t-1} + v_t k_t^T   [V, K],      o_t = scale S_t q_t   [V]
 
@@ -25,7 +26,8 @@ program finds n by counting (`varlen`). No atomics; a result depends on no order
 
 The kernels are in `lightning_recurrence.py`; here is how a problem is cut, and the order of the launches.
 
-Limits: K <= 256 (any V); fp32 products are 3xTF32.
+Limits: K <= 256; fp32 products are 3xTF32. V may be anything: where a gradient takes V for K and V > 256, it is cut into
+parts, each of which is an attention of its own, and their dq and dk are added.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ import torch
 import triton
 from torch import Tensor
 
-from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward
 from cula.core.replay.record import LaunchRecord
 from cula.lightning.problem import LightningInputs, LightningProblem
@@ -45,7 +46,9 @@ from cula.lightning.problem import LightningInputs, LightningProblem
 from .configs import multiprocessors
 from .decode import decode as lightning_decode
 from .decode import record_decode as record_lightning_decode
+from .kda_intra_bwd import kda_shares_bwd_kernel
 from .launch import Variant
+from .lightning_decay import lightning_decay_bwd_kernel
 from .lightning_recurrence import lightning_recurrence_kernel, lightning_segment_kernel
 from .memory import New, allocator
 from .recording import record_call
@@ -71,8 +74,10 @@ __all__ = [
     "record_lightning_bwd",
     "record_lightning_decode",
     "record_lightning_fwd",
-    "why_not",
 ]
+
+MOST_CHANNELS = 256  # of a state that a program has in registers, beside the channels of its own block
+SHARES = 64  # of the gradient of decay that a program adds at once
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,11 @@ def _attend(
     """One attention in the roles (q, k, v) -> o, from the states h0 to the states ht.
 
     States are [., HV, V, K] as the library keeps them; `is_swapped` says that the v role's channels are their last
-    dimension, as for dq and dk, where the roles of K and V trade places.
+    dimension, as for dq and dk, where the roles of K and V trade places. The roles' channels may be a part of V.
     """
     q, k, v = roles
     (num_q, K), (num_k, _), (num_v, V) = q.shape[2:], k.shape[2:], v.shape[2:]
-    HV, size = problem.HV, K * V
+    HV, size = problem.HV, problem.K * problem.V
     s = schedule_lightning(problem, K, V, multiprocessors(k.device))
     segment, recurrence = _kernels((HV, num_q, num_k, num_v), K, V, s.BT, s.BV, s.num_warps, s.num_stages, reverse)
     grid = s.num_segments * HV * -(-V // s.BV)
@@ -189,7 +194,7 @@ def _attend(
         "cu_seqlens": x.cu_seqlens,
         "k_strides": k.stride(),
         "v_strides": v.stride(),
-        "h_strides": (HV * size, size, V, 1) if is_swapped else (HV * size, size, 1, K),
+        "h_strides": (HV * size, size, problem.K, 1) if is_swapped else (HV * size, size, 1, problem.K),
         "T": problem.T,
         "N": problem.N,
         "length": s.length,
@@ -212,31 +217,67 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
     return Forward(o, ht)
 
 
-def why_not(op: str, problem: AnyProblem) -> str | None:
-    """What the kernels do not serve, as a sentence; None if they serve the call."""
-    if op == "lightning_bwd" and isinstance(problem, LightningProblem) and "decay" in problem.grads:
-        return "has no gradient of decay"
-    return None
-
-
 def lightning_bwd(
     problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v (in their dtype), None for decay, and of the initial state (float32; None where there was none)."""
+    """Gradients of q, k, v (in their dtype), of decay (None where it is not asked for), and of the initial state (float32; None
+    where there was none)."""
     p, new = problem, allocator(x.q.device)
     do = do.to(x.q.dtype)
     if do.stride(-1) != 1:
         do = do.contiguous()
     dht = None if dht is None else dht.to(torch.float32).contiguous()
     dh0 = new((p.N, p.HV, p.V, p.K), torch.float32) if p.has_initial_state else None
-    # Of a group of value heads each makes its share of dq and dk; fp32 shares are then added in a fixed order.
-    shape = (*x.q.shape[:2], p.HV, p.K)
-    dtype = x.q.dtype if p.H == p.HV else torch.float32
+    # Of a group of value heads each makes its share of dq and dk, and so does each part of V; fp32 shares are then added in a
+    # fixed order.
+    parts = [slice(start, start + MOST_CHANNELS) for start in range(0, p.V, MOST_CHANNELS)]
+    shape = (len(parts), *x.q.shape[:2], p.HV, p.K)
+    dtype = torch.float32 if _has_shares(p) else x.q.dtype
     dq, dk, dv = new(shape, dtype), new(shape, dtype), new(tuple(x.v.shape), x.v.dtype)
-    _attend(p, x, (do, x.v, x.k), dq, x.initial_state, None, new, is_swapped=True)
+    for i, part in enumerate(parts):
+        do_part, v_part = do[..., part], x.v[..., part]
+        h0, last = (None if t is None else t[:, :, part] for t in (x.initial_state, dht))
+        _attend(p, x, (do_part, v_part, x.k), dq[i], h0, None, new, is_swapped=True)
+        _attend(p, x, (v_part, do_part, x.q), dk[i], last, None, new, is_swapped=True, reverse=True)
     _attend(p, x, (x.k, x.q, do), dv, dht, dh0, new, reverse=True)
-    _attend(p, x, (x.v, do, x.q), dk, dht, None, new, is_swapped=True, reverse=True)
-    return _sum_groups(dq, x.q), _sum_groups(dk, x.k), dv, None, dh0
+    d_decay = _decay_bwd(p, x, do, dht, new) if "decay" in p.grads else None
+    return _sum_shares(dq, x.q), _sum_shares(dk, x.k), dv, d_decay, dh0
+
+
+@functools.cache
+def _decay_kernels(dtype: torch.dtype, heads: tuple[int, int], K: int, V: int) -> tuple[int, Variant, Variant]:
+    """Blocks along V, the kernel that makes shares of the decay's gradient, and the one that adds them."""
+    (HV, H), BK = heads, max(16, triton.next_power_of_2(K))
+    BT = 16 if dtype == torch.float32 else 32 if BK > 128 else 64
+    BV = 32 if dtype == torch.float32 or BK > 128 or V <= 32 else 64
+    constants = {"HV": HV, "G": HV // H, "K": K, "V": V, "BT": BT, "BK": BK, "BV": BV, "PRECISION": "tf32x3"}
+    return (
+        triton.cdiv(V, BV),
+        lightning_decay_bwd_kernel.variant(**constants, num_warps=8, num_stages=1),
+        kda_shares_bwd_kernel.variant(HV=HV, KC=1, BK=1, BR=SHARES, num_warps=4, num_stages=1),
+    )
+
+
+def _decay_bwd(p: LightningProblem, x: LightningInputs, do: Tensor, dht: Tensor | None, new: New) -> Tensor:
+    """The gradient of decay, [HV] float32."""
+    num_blocks, make, add = _decay_kernels(p.dtype, (p.HV, p.H), p.K, p.V)
+    shares, d_decay = new((p.N * num_blocks, p.HV), torch.float32), new((p.HV,), torch.float32)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "do": do}
+    make(
+        p.N * p.HV * num_blocks,
+        **tensors,
+        **{f"{name}_strides": t.stride() for name, t in tensors.items()},
+        decay=x.decay,
+        h0=x.initial_state,
+        dht=dht,
+        shares=shares,
+        cu_seqlens=x.cu_seqlens,
+        T=p.T,
+        N=p.N,
+        scale=p.scale,
+    )
+    add(p.HV, dA_part=shares, dbias_part=None, dA_log=d_decay, ddt_bias=None, R=p.N * num_blocks)
+    return d_decay
 
 
 def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
@@ -250,13 +291,18 @@ def record_lightning_bwd(
 ) -> LaunchRecord | None:
     """A record for backwards like this one. It takes the tensors of x, do and dht."""
     p = problem
-    if p.H != p.HV:  # shares of grouped heads are added by torch
+    if _has_shares(p):  # which are added by torch
         return None
     return record_call(lambda: lightning_bwd(p, x, saved, do, dht), (*x, do, dht), p.B * p.T * p.HV, x.q.device)
 
 
-def _sum_groups(shares: Tensor, like: Tensor) -> Tensor:
-    """[B, T, HV, K] -> [B, T, H, K]."""
-    if shares.shape == like.shape:
-        return shares
-    return shares.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype)
+def _has_shares(p: LightningProblem) -> bool:
+    """Whether dq and dk are sums over heads of a group, or over parts of V."""
+    return p.H != p.HV or p.V > MOST_CHANNELS
+
+
+def _sum_shares(shares: Tensor, like: Tensor) -> Tensor:
+    """[parts of V, B, T, HV, K] -> [B, T, H, K]."""
+    if shares.shape[1:] == like.shape and len(shares) == 1:
+        return shares[0]
+    return shares.unflatten(3, (like.shape[2], -1)).sum((0, 4)).to(like.dtype)

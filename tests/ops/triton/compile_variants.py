@@ -40,13 +40,19 @@ KDA = {
     "bf16 64": FULL.with_(K=64, V=64, HV=1),
     "bf16 64, any gate": FULL.with_(gate="softplus", K=64, V=64),
     "bf16 256": FULL.with_(K=256, V=256),
+    "bf16 256 by 512": FULL.with_(K=256, V=512, HV=1),
     "bf16 32 by 128, scalar gate": FULL.with_(K=32, V=128, scalar_gate=True),
+    "bf16 60 by 100": FULL.with_(K=60, V=100),
+    "bf16 192 by 96 in tiles of 256, any gate": FULL.with_(gate="softplus", K=192, V=96),
     "fp32 64, log decays": KdaCall(dtype=FP32, K=64, V=64),
+    "fp32 100, log decays": KdaCall(dtype=FP32, K=100, V=100),
 }
 LIGHTNING = {
     "bf16 128": LightningCall(dtype=BF16, K=128, V=128, T=256),
     "bf16 64, packed": LightningCall(dtype=BF16, K=64, V=64, lens=(100, 0, 156)),
     "bf16 256": LightningCall(dtype=BF16, K=256, V=256),
+    "bf16 256 by 512": LightningCall(dtype=BF16, K=256, V=512),
+    "bf16 60 by 100": LightningCall(dtype=BF16, K=60, V=100),
     "fp32 64": LightningCall(dtype=FP32, K=64, V=64),
 }
 DECODE = {
@@ -55,6 +61,7 @@ DECODE = {
     "bf16 128, four tokens": (FULL.with_(T=4, B=4), FP32),
     "fp32 64": (KdaCall(T=1, B=4, K=64, V=64), FP32),
     "bf16 256": (FULL.with_(T=1, B=4, K=256, V=256), FP32),
+    "bf16 60 by 100, four tokens": (FULL.with_(T=4, B=4, K=60, V=100), FP32),
 }
 
 # Elsewhere than on Hopper, where the kernels are tuned, the calls that decide whether a tile fits: ptxas is what takes time.
@@ -62,6 +69,7 @@ FEWER = (
     "bf16 128",
     "bf16 128, any gate",
     "bf16 256",
+    "bf16 60 by 100",
     "fp32 64, log decays",
     "fp32 64",
     "bf16 128, fp32 pool",
@@ -109,7 +117,7 @@ def compile_all(arch: int, part: int) -> list[dict]:
         record("kda transition, bf16 128", lambda: kda.kda_transition(replace(problem, sm=sm), x))
     for name, call in wanted(LIGHTNING).items():
         p, y = check_lightning(LightningInputs(**call.tensors()), LightningOptions(output_final_state=True))
-        p = replace(p, sm=sm)
+        p = replace(p, sm=sm, grads=("decay",))
         record(f"lightning forward, {name}", lambda p=p, y=y: lightning.lightning_fwd(p, y))
         do, dht = torch.empty_like(y.v), torch.empty_like(y.initial_state)
         record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, (), do, dht))
