@@ -72,7 +72,7 @@ def chunk_kda(
     """
     who = "chunk_kda"
     if chunk_size not in (32, 64):
-        raise ValueError(f"{who}: chunk_size is {chunk_size!r}; expected 32 or 64")
+        raise ValueError(f"{who}: `chunk_size` must be either 32 or 64; it is {chunk_size!r}")
     warn_of_ignored(who, kwargs)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:

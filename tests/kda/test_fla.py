@@ -73,7 +73,7 @@ def test_what_fla_ignores_is_ignored_with_a_warning():
     with pytest.warns(UserWarning, match="chunk_kda: ignores output_final_stat, as flash-linear-attention does"):
         _, state = chunk_kda(**t, output_final_stat=True, use_graph=True, max_num_seqs=3)
     assert state is None
-    with pytest.raises(ValueError, match="chunk_size"):
+    with pytest.raises(ValueError, match="`chunk_size` must be either 32 or 64"):
         chunk_kda(**t, chunk_size=48)
 
 
