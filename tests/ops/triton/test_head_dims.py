@@ -19,7 +19,7 @@ from cula.reference import relative_error
 from tests.conftest import HAS_GPU
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall
 
-pytestmark = [pytest.mark.usefixtures("interpreted")]
+pytestmark = [pytest.mark.usefixtures("interpreted"), *([pytest.mark.gpu] if HAS_GPU else [])]
 
 
 @pytest.fixture
