@@ -141,8 +141,8 @@ def replayer(tensors: Tensors, record: LaunchRecord | Replayer) -> Replayer:
     tensors that are not like them."""
     native = _compiled()
     if not isinstance(record, LaunchRecord):
-        is_same = guard(tensors)
-        return lambda others: NotImplemented if is_same(others) is None else record(others)
+        is_same, again = guard(tensors), record
+        return lambda others: NotImplemented if is_same(others) is None else again(others)
     if record.sizes is not None:  # lengths come again, and to find them takes a tenth of the time
         record = record._replace(sizes=record.sizes._replace(resize=functools.lru_cache(NUM_SIZES)(record.sizes.resize)))
     device, launches, outputs, workspace, is_ready, sizes = record
