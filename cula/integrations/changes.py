@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,3 +49,40 @@ class Changes:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+    def on_import(self, wanted: Callable[[str], Any], patch: Callable[[ModuleType], None]) -> None:
+        """Call `patch` with each module whose name is `wanted`: at once if it is imported, otherwise when it is, until `undo`."""
+        hook = _ImportHook(wanted, patch)
+        sys.meta_path.insert(0, hook)
+        self._undo.append(hook.remove)
+        for name, module in list(sys.modules.items()):
+            if module is not None and wanted(name):
+                patch(module)
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    def __init__(self, wanted: Callable[[str], Any], patch: Callable[[ModuleType], None]) -> None:
+        self.wanted, self.patch, self.is_on = wanted, patch, True
+
+    def remove(self) -> None:
+        self.is_on = False
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not self.wanted(name):
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._patch_after(spec.loader)
+        return spec
+
+    def _patch_after(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self.is_on:
+                self.patch(module)
+
+        loader.exec_module = exec_module

@@ -24,12 +24,13 @@ from typing import Any
 
 from cula import settings
 from cula.core.constants import MAX_DECODE_TOKENS
+from cula.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from cula.integrations.changes import Changes, count, logger
 from cula.kda import chunk_kda, fused_recurrent_kda
 from cula.lightning import chunk_simple_gla
 
 PRIORITY = 2  # FLA asks lower numbers first; FlashKDA and FlashQLA have 3, TileLang 5
-MAX_GPU_HEAD_DIM = 256  # beyond it cuLA's GPU kernels do not reach, and its torch backend is no gain on a GPU
+MAX_GPU_KEY_DIM = 256  # beyond it cuLA's GPU kernels do not reach, and its torch backend is no gain on a GPU
 Arguments = dict[str, Any]  # of a call, by FLA's names
 
 
@@ -102,9 +103,9 @@ def _shared_objection(a: Arguments) -> str | None:
 
 
 def _dims_objection(a: Arguments) -> str | None:
-    K, V = a["q"].shape[-1], a["v"].shape[-1]
-    if a["q"].device.type != "cpu" and max(K, V) > MAX_GPU_HEAD_DIM:
-        return f"head dims {K} and {V}; cuLA's GPU kernels take up to {MAX_GPU_HEAD_DIM}"
+    K = a["q"].shape[-1]
+    if a["q"].device.type != "cpu" and K > MAX_GPU_KEY_DIM:
+        return f"head dim {K}; cuLA's GPU kernels take K up to {MAX_GPU_KEY_DIM}"
     return None
 
 
@@ -144,15 +145,9 @@ def _run_recurrent_kda(a: Arguments) -> Any:
     return fused_recurrent_kda(**Arguments(inplace_final_state=True) | a)
 
 
-def _run_chunk_gdn(a: Arguments) -> Any:
-    return chunk_kda(**{name: value for name, value in a.items() if name != "chunk_indices"})
-
-
 def _run_recurrent_gdn(a: Arguments) -> Any:
-    """FLA's inner function: beta is there, and A_log is None unless the kernel makes the gate."""
-    gate = a["g"] if a.get("gk") is None else a["gk"]
-    rest = {name: value for name, value in a.items() if name not in ("g", "gk", "gv")}
-    return fused_recurrent_kda(g=gate, use_gate_in_kernel=a.get("A_log") is not None, **rest)
+    """FLA's inner function: A_log is None unless the kernel makes the gate."""
+    return fused_recurrent_gated_delta_rule(use_gate_in_kernel=a.get("A_log") is not None, **a)
 
 
 def _run_simple_gla(a: Arguments) -> Any:
@@ -164,7 +159,7 @@ SERVED = (
     Served("fla.ops.kda.chunk", "chunk_kda", lambda a: chunk_kda(**a), _why_not_chunk_kda, "", "kda"),
     Served("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd", _run_recurrent_kda, _why_not_recurrent_kda, "kda"),
     Served(
-        "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule", _run_chunk_gdn, _shared_objection,
+        "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule", lambda a: chunk_gated_delta_rule(**a), _shared_objection,
         "gated_delta_rule", "gated_delta_rule",
     ),
     Served(

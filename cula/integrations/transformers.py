@@ -15,8 +15,6 @@ For users of the `kernels` package, `kernel_mapping()` is what `kernels.register
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import re
 import sys
@@ -30,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cula.api import cula_decode, cula_lightning
+from cula.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from cula.integrations.changes import Changes, count, logger
 from cula.kda import chunk_kda, fused_recurrent_kda
 
@@ -51,16 +50,9 @@ def patch() -> list[str]:
         return []
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("cula.integrations.transformers needs transformers: pip install transformers", name="transformers")
-    sys.meta_path.insert(0, _hook)
-    _changes.on_undo(lambda: sys.meta_path.remove(_hook))
-    done = []
-    for name, module in list(sys.modules.items()):
-        if MODELING.fullmatch(name):
-            done += _patch_module(module)
-    logger.info(
-        "cula.integrations.transformers: patched %s", ", ".join(done) or "nothing yet; models that are imported from now on"
-    )
-    return done
+    done: list[str] = []
+    _changes.on_import(MODELING.fullmatch, lambda module: done.extend(_patch_module(module)))
+    return list(done)
 
 
 def unpatch() -> None:
@@ -123,17 +115,18 @@ def recurrent(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _chunk(query, key, value, g, beta, *options)
     h0, final, norm, cu_seqlens = options
-    return fused_recurrent_kda(
-        query, key, value, g, beta, initial_state=h0, output_final_state=bool(final), use_qk_l2norm_in_kernel=norm,
+    function: Any = fused_recurrent_gated_delta_rule if g.dim() == 3 else fused_recurrent_kda
+    return function(
+        query, key, value, g=g, beta=beta, initial_state=h0, output_final_state=bool(final), use_qk_l2norm_in_kernel=norm,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h0: Any, final: bool, norm: bool, cu_seqlens: Any) -> Result:
-    o, state = chunk_kda(
+    function: Any = chunk_gated_delta_rule if g.dim() == 3 else chunk_kda
+    return function(
         q, k, v, g, beta, initial_state=h0, output_final_state=bool(final), use_qk_l2norm_in_kernel=norm, cu_seqlens=cu_seqlens
-    )[:2]
-    return o, state
+    )
 
 
 def minimax_forward(
@@ -198,6 +191,8 @@ def _patch_module(module: ModuleType) -> list[str]:
         if layer is not None and layer.__module__ == module.__name__:
             _changes.set(layer, "forward", functools.wraps(layer.forward)(forward))
             done.append(f"{module.__name__}.{name}.forward")
+    if done:
+        logger.info("cula.integrations.transformers: patched %s", ", ".join(done))
     return done
 
 
@@ -208,38 +203,6 @@ def _same_name(theirs: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
         return ours(*args, **kwargs)
 
     return functools.wraps(ours if theirs is None else theirs)(call) if callable(theirs) else call
-
-
-class _Hook(importlib.abc.MetaPathFinder):
-    """Patches a modeling file right after it was imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if not MODELING.fullmatch(name):
-            return None
-        for finder in sys.meta_path:
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return _patching(spec)
-        return None
-
-
-def _patching(spec: importlib.machinery.ModuleSpec) -> importlib.machinery.ModuleSpec:
-    loader: Any = spec.loader
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if _changes:
-            done = _patch_module(module)
-            if done:
-                logger.info("cula.integrations.transformers: patched %s", ", ".join(done))
-
-    loader.exec_module = exec_module
-    return spec
-
-
-_hook = _Hook()
 
 
 class ChunkLayer(nn.Module):

@@ -163,7 +163,7 @@ def test_what_is_declined_has_a_reason(entry, function, change, reason):
 
 def test_what_a_gpu_kernel_cannot_hold_is_declined():
     on_gpu = types.SimpleNamespace(shape=(1, 10, 2, 512), device=torch.device("cuda"))
-    assert "cuLA's GPU kernels take up to 256" in cula_fla._dims_objection({"q": on_gpu, "v": on_gpu})
+    assert "cuLA's GPU kernels take K up to 256" in cula_fla._dims_objection({"q": on_gpu, "v": on_gpu})
     on_cpu = torch.empty(1, 10, 2, 512)
     assert cula_fla._dims_objection({"q": on_cpu, "v": on_cpu}) is None
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of serving engines on their state pools, for the plug-ins of vLLM and SGLang.
+
+Pools are `[slots, HV, V, K]` and updated in place. Tokens of all requests are packed, `[1, T, heads, dim]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cula.api import cula_decode, cula_gdn, cula_kda
+from cula.core.constants import CHUNK
+
+Mode = Literal["gdn", "kda"]
+
+
+def prefill(
+    mode: Mode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    writes: bool = True,
+    returns_states: bool = False,
+    track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Sequences that start from their slots and leave their last states there.
+
+    Args:
+        indices: `[N]` slots; negative ones are sequences without one.
+        writes: False leaves the pool as it is.
+        returns_states: also return the state at the start of each 64-token chunk.
+        track_state: `[N, HV, V, K]`: row n takes the state at the start of chunk `track_chunk_idx[n]` of sequence n (-1: none).
+        **options: of `cula_gdn` or `cula_kda`.
+
+    Returns:
+        `(o, states)`: o `[1, T, HV, V]`; states `[1, NT, HV, V, K]` or None.
+    """
+    function: Any = cula_gdn if mode == "gdn" else cula_kda
+    keeps = returns_states or track_state is not None
+    if writes:
+        options |= {"state_pool": pool, "initial_state_indices": indices}
+    else:
+        first = pool.index_select(0, indices.clamp(min=0).long()).float()
+        options["initial_state"] = torch.where((indices >= 0)[:, None, None, None], first, 0)
+    with torch.no_grad():
+        o, _, *states = function(q, k, v, g, beta, cu_seqlens=cu_seqlens, return_intermediate_states=keeps, **options)
+        if track_state is not None:
+            assert track_chunk_idx is not None
+            _track(states[0][0], cu_seqlens, track_state, track_chunk_idx)
+    return o, states[0] if returns_states else None
+
+
+def _track(states: Tensor, cu_seqlens: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:
+    """Row n of `track_state` from states `[NT, HV, V, K]` at chunk starts, sequence by sequence."""
+    chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
+    first = chunks.cumsum(0) - chunks
+    wanted = (track_chunk_idx >= 0) & (track_chunk_idx < chunks)
+    rows = (first + track_chunk_idx).clamp(0, max(states.shape[0] - 1, 0)).long()
+    if states.shape[0]:
+        picked = states.index_select(0, rows).to(track_state.dtype)
+        track_state.copy_(torch.where(wanted[:, None, None, None], picked, track_state))
+
+
+def decode(
+    mode: Mode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    pool: Tensor,
+    indices: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Rows of tokens with raw gates and raw beta logits.
+
+    Args:
+        q, k, v: `[N, T, heads, dim]`, or packed `[1, N, heads, dim]`.
+        a, b: gates and logits, in any shape.
+        **options: of `cula_decode`.
+    """
+    gates = v.shape[:3] if mode == "gdn" else (*v.shape[:3], q.shape[-1])
+    if mode == "kda":
+        options["lower_bound"] = lower_bound
+    with torch.no_grad():
+        o, _ = cula_decode(
+            q, k, v, pool, mode=mode, state_indices=indices, g=a.reshape(gates), beta=b.reshape(v.shape[:3]),
+            A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, **options,
+        )  # fmt: skip
+    return o
+
+
+def split_qkv(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`[1, N, heads, dim]` views of the rows `[N, 2 * H * K + HV * V]`: q heads, then k heads, then v heads."""
+    keys = mixed_qkv.shape[-1] - HV * V
+    if keys <= 0 or keys % (2 * K):
+        raise ValueError(
+            f"mixed_qkv has {mixed_qkv.shape[-1]} columns, which {HV} value heads of {V} and keys of {K} do not make"
+        )
+    q, k, v = mixed_qkv.split([keys // 2, keys // 2, HV * V], -1)
+    return q.unflatten(-1, (-1, K))[None], k.unflatten(-1, (-1, K))[None], v.unflatten(-1, (HV, V))[None]
