@@ -83,7 +83,7 @@ def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor |
 def _backward(problem: Problem, choice: Choice, x: Any, saved: Any, do: Tensor, dht: Tensor | None) -> Any:
     """Gradients of the inputs, by a record where there is one."""
     name, replay = problem.family, FAMILIES[problem.family].replay
-    static_args, tensors = ("backward", problem.options, choice.name), (*x, *saved, do, dht)
+    static_args, tensors = ("backward", problem.options, problem.grads, choice.name), (*x, *saved, do, dht)
     done = replay.run(tensors, static_args)
     if done is not None and done is not NotImplemented:
         return done

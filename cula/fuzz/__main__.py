@@ -64,8 +64,8 @@ def draw_variant(plan: Plan, index: int) -> tuple[str, Shape, dict[str, Any], bo
     family = plan.family or draw.one_of(with_fuzz())
     on_gpu = draw.device.type != "cpu"
     H, group = draw.integer(1, 3), draw.one_of((1, 1, 2, 4))
-    K = draw.one_of((128, 128, 128, 64, 96) if on_gpu else (8, 16, 24, 32, 64))
-    V = K if draw.chance(0.7) else draw.one_of((128, 64, 48) if on_gpu else (8, 16, 40))
+    K = draw.one_of((128, 128, 128, 64, 96, 100, 33, 192) if on_gpu else (8, 16, 24, 32, 64))
+    V = K if draw.chance(0.7) else draw.one_of((128, 64, 48, 60, 320) if on_gpu else (8, 16, 40))
     dtype = draw.one_of((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
     shape = Shape(B=1, T=1, N=1, H=H, HV=H * group, K=K, V=V, dtype=dtype)
     return family, shape, fuzz_of(family).switches(draw), draw.chance(0.35) and FAMILIES[family].decode is not None

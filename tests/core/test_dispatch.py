@@ -37,9 +37,11 @@ def test_a_cpu_gets_torch():
         ({"device": "cuda", "sm": (8, 0)}, "triton"),
         ({"device": "cuda", "sm": (12, 0)}, "triton"),
         ({"device": "cuda", "sm": (7, 5)}, "torch"),
-        ({"device": "cuda", "sm": (9, 0), "K": 48}, "torch"),
+        ({"device": "cuda", "sm": (9, 0), "K": 60, "V": 100}, "triton"),
+        ({"device": "cuda", "sm": (9, 0), "K": 256, "V": 512}, "triton"),
+        ({"device": "cuda", "sm": (9, 0), "K": 257}, "torch"),
         ({"device": "cuda", "sm": (10, 0), "K": 256, "dtype": torch.float32}, "torch"),
-        ({"device": "cuda", "sm": (10, 3), "K": 256}, "torch"),  # decays without a bound
+        ({"device": "cuda", "sm": (10, 3), "K": 192}, "torch"),  # decays without a bound
         ({"device": "cuda", "sm": (10, 3), "K": 256, "options": KdaOptions(safe_gate=True)}, "triton"),
         ({"device": "cpu", "sm": None}, "torch"),
     ],

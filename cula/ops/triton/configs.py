@@ -52,8 +52,11 @@ def padded(size: int) -> int:
 
 @functools.cache
 def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None, is_safe: bool) -> KdaConfig:
-    """K and V as `padded` makes them. Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32;
+    """Comments say what was tried on an H200 with bf16, K = V = 128, B = 1, T = 8192, H = 32;
     times: `docs/kda-triton.md`."""
+    # Rows of 16-bit numbers that are no multiples of 16 bytes are fetched early into registers, of which sm_80 then has too few.
+    is_aligned = K % 8 == 0 and V % 8 == 0
+    K, V = padded(K), padded(V)
     wide = dtype == torch.float32  # operands take twice the room, and tf32x3 keeps two halves of each
     BV = min(64, V, K)
     # Two stages of 16-bit operands at K = 128 are 100 to 180 KB: Hopper and data-centre Blackwell hold them, others do not.
@@ -78,7 +81,9 @@ def kda_config(dtype: torch.dtype, K: int, V: int, sm: tuple[int, int] | None, i
         scan=Tile(BK=32, BV=min(32, V), num_warps=4, num_stages=1),
         scores_bwd=Tile(BK=0, BV=min(32 if wide else 128, V), num_warps=4, num_stages=1),  # slower: 64, two stages
         # slower: one stage
-        states_bwd=Tile(BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2),
+        states_bwd=Tile(
+            BK=min(32 if wide else 64, K), BV=min(32 if wide else 64, V), num_warps=4, num_stages=2 if is_aligned else 1
+        ),
         # slower: 168 registers, which lets three blocks reside; 32 channels with two warps and mma.sync
         pairs_bwd=Tile(BK=min(32 if wide else 64, K), BV=0, num_warps=4, num_stages=1),
         finish_bwd=Tile(BK=K, BV=0, num_warps=4, num_stages=1),

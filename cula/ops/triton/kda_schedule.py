@@ -66,7 +66,7 @@ class Tables(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def schedule_kda(p: KdaProblem, num_sms: int) -> Schedule:
-    config = kda_config(p.dtype, padded(p.K), padded(p.V), p.sm, is_safe(p))
+    config = kda_config(p.dtype, p.K, p.V, p.sm, is_safe(p))
     NT = -(-p.T // CHUNK)
     seg = kda_segment_chunks(p, num_sms, config.recurrence_fwd.BV) if p.T else 0
     NS = -(-NT // seg) if seg else 1
@@ -103,7 +103,7 @@ def _kernels(
 ) -> Kernels:
     H, HV, K, V = dims
     GATE, SCALAR, SAFE, NORM, SIGMOID, BETA_MAX = gate
-    config = kda_config(dtype, padded(K), padded(V), sm, SAFE)
+    config = kda_config(dtype, K, V, sm, SAFE)
     SDT, score_IP = score_precision(dtype, NORM)
     GDT, IP = decay_precision(dtype), state_precision(dtype)
     chunk = {"HV": HV, "C": CHUNK, "IS_PACKED": is_packed}

@@ -18,6 +18,7 @@ CALLS = {
     "kda, softplus": KdaCall(T=65, H=2, HV=2, gate="softplus", norm=True, beta="sigmoid", initial_state=False, **WIDE),
     "kda, packed": KdaCall(lens=(70, 0, 3, 64), H=1, HV=2, gate="bounded", norm=True, beta="sigmoid", **WIDE),
     "kda, segments": KdaCall(T=2048, H=1, HV=1, gate="bounded", norm=True, beta="sigmoid", **WIDE),
+    "kda, other head dims": KdaCall(T=65, H=1, HV=2, K=60, V=100, gate="softplus", norm=True, beta="sigmoid", dtype=BF16),
     "lightning": LightningCall(T=100, H=2, HV=2, **WIDE),
     "lightning, packed": LightningCall(lens=(70, 0, 3, 64), H=2, HV=2, **WIDE),
 }
@@ -27,7 +28,7 @@ def step(call, seed, backend):
     """Outputs and gradients of one step, from inputs and gradients of outputs that the seed gives."""
     is_kda = isinstance(call, KdaCall)
     tensors = (call.with_(seed=seed) if is_kda else type(call)(**vars(call) | {"seed": seed})).tensors("cuda")
-    leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point() and n != "decay"}
+    leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point()}
     if is_kda:
         o, state = cula.cula_kda(**tensors, **call.switches(), output_final_state=True, backend=backend)
     else:
