@@ -48,8 +48,6 @@ def why_not(op: str, problem: Any) -> str | None:
     p = problem
     if p.T == 1 and p.pool_dtype == torch.float32:
         return "takes 2 to 8 tokens a row on float32 states: with one, Triton's kernel runs at the memory's speed"
-    if p.T == 1 and p.has_scalar_gate:
-        return "takes one gate a channel where a row has one token"
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
     if p.is_ragged:
@@ -74,6 +72,8 @@ def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
     p, of_kda, is_f32 = problem, is_kda(problem), problem.pool_dtype == torch.float32
     T = p.T
+    if T == 1 and p.has_scalar_gate:
+        return f"decode_1_{SHORT[p.pool_dtype]}_scalar"
     if T > 1:  # Lightning's in bfloat16 is for all
         T = next(T for T in TOKENS if T >= p.T) if of_kda or is_f32 else TOKENS[-1]
     shape = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
@@ -128,7 +128,7 @@ def _named(x: Any, o: Tensor) -> dict[str, Tensor | None]:
 def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
     """Which tensors the kernels cannot read or write as they lie. Others than these will always do."""
     align = decode_abi(p.T, p.has_scalar_gate).alignment
-    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if p.T == 1 else TOKEN_TENSORS
+    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if p.T == 1 and not p.has_scalar_gate else TOKEN_TENSORS
     given = [(name, tensors[name]) for name in read_in_vectors]
     return [name for name, t in given if t is not None and not _is_readable(t, align[name])]
 

@@ -49,6 +49,8 @@ DECODE = Abi(
 
 @functools.cache
 def decode_abi(T: int, has_scalar_gate: bool) -> Abi:
-    """`DECODE` with the alignments of a call of T tokens."""
-    align = {} if has_scalar_gate else {"g": 16}
-    return DECODE.with_alignment(**align | ({"dt_bias": 16} if T == 1 else {}))  # several tokens have it copied number by number
+    """`DECODE` with the alignments of a call of T tokens. Gates a channel are read in vectors, and so is the bias of one token;
+    several tokens have it copied number by number."""
+    if has_scalar_gate:
+        return DECODE
+    return DECODE.with_alignment(g=16, **({"dt_bias": 16} if T == 1 else {}))

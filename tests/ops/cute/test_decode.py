@@ -48,6 +48,7 @@ class Case:
     forgets: bool = False  # some of them are -inf
     has_scalar_gate: bool = False
     has_parameters: bool = True  # of the gate
+    has_bias: bool = True  # among them
     norm: bool = True
     beta: str = "sigmoid"  # "negative", "plain"
     pool: torch.dtype = F32
@@ -74,6 +75,10 @@ CASES = [
     Case(T=1, pool=BF16, gate="log", decay=50.0, g=F32, rows=(0, 3, -1), null_is_nonpositive=True, HV=2),
     Case(T=1, pool=BF16, has_parameters=False, commit=False),
     Case(T=1, pool=BF16, HV=2, layout="odd"),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, HV=2, gate="softplus", layout="packed"),
+    Case(T=1, pool=BF16, has_scalar_gate=True, rows=(0, 3, -1), null_is_nonpositive=True, g=F32, beta_dtype=F32, H=2, HV=2),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="log", forgets=True, norm=False, beta="plain", rows=None),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus", has_bias=False, beta="negative", layout="odd"),
     Case(T=1, pool=BF16, mode="lightning", norm=False, rows=(3, -1, 1), HV=2, H=2),
     Case(T=1, pool=BF16, mode="lightning", HV=2, layout="packed", index=torch.int64),
     Case(T=1, pool=BF16, mode="lightning", commit=False, rows=(0, 3), null_is_nonpositive=True),
@@ -126,7 +131,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, Any]:
         return torch.randn(*shape, generator=random)
 
     N = SLOTS if case.rows is None else len(case.rows)
-    T, H, HV, is_kda = case.T, case.H, case.HV, case.mode == "kda"
+    T, H, HV, is_kda = case.T, case.H, case.HV, case.mode != "lightning"
     q, k, v = normal(N, T, H, D), normal(N, T, H, D), normal(N, T, HV, D)
     if not case.norm:
         q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
@@ -167,7 +172,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, Any]:
             g=g.to(case.g).to(device),
             beta=beta.to(case.beta_dtype).to(device),
             A_log=None if A_log is None else A_log.to(device),
-            dt_bias=bias.to(device) if has_bias and case.has_parameters else None,
+            dt_bias=bias.to(device) if has_bias and case.has_parameters and case.has_bias else None,
             out=out,
         )
     else:
@@ -417,6 +422,7 @@ def moved(t: torch.Tensor, by: int) -> torch.Tensor:
         (Case(), "state_indices", 1, True),
         (Case(), "dt_bias", 1, True),
         (Case(T=1, pool=BF16), "dt_bias", 1, False),
+        (Case(T=1, pool=BF16, has_scalar_gate=True), "dt_bias", 1, True),
         (Case(T=1, pool=BF16), "v", 4, True),
     ],
     ids=str,
@@ -444,7 +450,11 @@ def test_some_calls_are_not_recorded(launched):
         ({"T": 8, "pool_dtype": BF16}, None),
         ({"T": 1, "pool_dtype": BF16}, None),
         ({"T": 1}, "with one, Triton's kernel runs at the memory's speed"),
-        ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, "takes one gate a channel where a row has one token"),
+        ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
+        ({"family": "gdn", "T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
+        ({"family": "gdn", "has_scalar_gate": True}, None),
+        ({"is_ragged": True}, "cu_seqlens may say others"),
+        ({"pool_dtype": torch.float16}, "this pool is in float16"),
         ({"K": 64, "V": 64}, "takes K = V = 128, and this call has K = 64, V = 64"),
         ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),

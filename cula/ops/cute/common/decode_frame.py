@@ -269,10 +269,11 @@ def decode_variants(tall_blocks: int = BLOCKS) -> Iterator[Variant]:
     """The kernels for an architecture, on which that many blocks with 32 rows a warp are to fit a multiprocessor.
 
     `decode_<tokens>_<states>`; with 16 lanes a row `decode_<tokens>_f32_wide`, 32 rows a warp `decode_<tokens>_bf16_tall`;
-    of Lightning the same with `_lightning`. One token has states in bfloat16 alone; several of Lightning on those have one
-    kernel for all numbers of tokens.
+    of Lightning the same with `_lightning`. One token has states in bfloat16 alone, and a kernel for one gate a head, `_scalar`
+    (several tokens take either gate); several of Lightning on those have one kernel for all numbers of tokens.
     """
     yield _variant("decode_1_bf16", OneToken(is_kda=True))
+    yield _variant("decode_1_bf16_scalar", OneToken(is_kda=True, is_scalar=True))
     yield _variant("decode_1_bf16_lightning", OneToken(is_kda=False))
     for T in TOKENS:
         yield _variant(f"decode_{T}_bf16", KdaBf16(T))

@@ -12,7 +12,8 @@ The states' bytes are all the time there is, so what counts is how they are aske
   twice, for the sums and for the update.
 * 16 sums (S0 . k and S0 . q of a lane's 8 rows, of Lightning 8) are halved among 16 lanes: 15 shuffles, not 64. Then a lane has
   one sum, of row 2 i + lane / 16 with i as `sum_of_each` orders them.
-* A lane has 8 channels, which lane ^ 16 has too: each makes the decays of 4 and hands them over.
+* A lane has 8 channels, which lane ^ 16 has too: each makes the decays of 4 and hands them over. With one gate a head (Gated
+  DeltaNet) every lane makes the one decay there is, in a kernel of its own: it loads 8 words less.
 
 Times beside Triton's kernel, which keeps float32 states: `docs/decode.md`.
 """
@@ -59,7 +60,7 @@ class Token(NamedTuple):
     q: Any
     v: Any  # of the row whose sums the lane gets
     A: Any  # A_log; of Lightning -log d
-    g: Any = None  # KDA: of four channels
+    g: Any = None  # KDA: of four channels, or the head's
     bias: Any = None  # likewise
     b: Any = None
 
@@ -69,6 +70,7 @@ class OneToken:
     """What one token does to the rows of a warp."""
 
     is_kda: bool
+    is_scalar: bool = False  # KDA with one gate a head
 
     T = 1
     dtype = BF16  # of the states
@@ -169,7 +171,7 @@ def addresses(rows: Any, call: Call, place: Place) -> Token:
         call.A.at + Int64(hv * call.A.head) * 4,
     ]
     if rows.is_kda:
-        own = channel + lane // LANES * 4
+        own = 0 if rows.is_scalar else channel + lane // LANES * 4
         at += [
             g.at + (g.offset(n, hv) + own) * size_of(call.flags, Flag.G_IS_F32),
             bias.at + Int64(hv * bias.head + own * bias.channel) * 4,
@@ -185,9 +187,13 @@ def load_before_slot(*_: Any) -> None:
 def load_behind_state(rows: Any, call: Call, at: Token, found: None, place: Place) -> Token:
     token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0), number_at(F32, at.A, 0)]
     if rows.is_kda:
-        upper = (size_of(call.flags, Flag.G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
-        token.append((load_words(at.g, 2), load_words(at.g + upper, 2)))
-        token.append(load_words(at.bias, 4))
+        if rows.is_scalar:
+            token += load_halves(at.g, [I32(0)], (call.flags & Flag.G_IS_F32) != 0)
+            token.append(number_at(F32, at.bias, 0))
+        else:
+            upper = (size_of(call.flags, Flag.G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
+            token.append((load_words(at.g, 2), load_words(at.g + upper, 2)))
+            token.append(load_words(at.bias, 4))
         token += load_halves(at.b, [I32(0)], (call.flags & Flag.BETA_IS_F32) != 0)
     return Token(*token)
 
@@ -222,9 +228,14 @@ def intra(
 
 @cute.jit
 def decays_of_channels(rows: cutlass.Constexpr, call: cutlass.Constexpr, raw: cutlass.Constexpr, lane: I32):
-    """Of a lane's channels: of four it makes them, and gets those of the others from lane ^ 16."""
+    """Of a lane's channels: it makes four, and gets the others from lane ^ 16; or the head's, for all of them."""
     decay = cute.make_rmem_tensor((CHANNELS,), F32)
-    if cutlass.const_expr(rows.is_kda):
+    if cutlass.const_expr(rows.is_scalar):
+        A, bias = gate_parameters(call, raw.A, raw.bias)
+        number = cute.make_rmem_tensor((1,), F32)
+        number[0] = number_of(raw.g, (call.flags & Flag.G_IS_F32) != 0) + bias
+        decay.fill(decays(number, A, call.lower_bound, call.flags)[0])
+    elif cutlass.const_expr(rows.is_kda):
         low, high = raw.g
         numbers, bias = cute.make_rmem_tensor((4,), F32), cute.recast_tensor(raw.bias, F32)
         bits, halves = cute.recast_tensor(numbers, I32), cute.recast_tensor(widened(low, 4), I32)
