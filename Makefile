@@ -9,6 +9,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/hf_generate.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m cula`: version, devices, and which backends this machine has (with what to install for the others)."""
+"""`python -m cula`: version, devices, which backends this machine has (with what to install for the others), and integrations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import cula
 from cula.core.dispatch import BACKENDS
+from cula.integrations import overview
 from cula.utils import describe_device
 
 
@@ -22,6 +23,9 @@ def main() -> None:
     for b in BACKENDS:
         status = b.unavailable() or "ready"
         print(f"  {b.name:<11} {b.summary}\n  {'':<11} {status}")
+    print("\nintegrations, and what turns them on")
+    for line in overview.describe():
+        print(f"  {line}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
     def remove(self) -> None:
         self.is_on = False
-        sys.meta_path.remove(self)
+        if self in sys.meta_path:  # others change that list, too
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if not self.wanted(name):

@@ -48,6 +48,10 @@ def register() -> None:
     logger.info("cula.integrations.sglang: --linear-attn-backend %s is there", CHOICE)
 
 
+def is_registered() -> bool:
+    return bool(_registered)
+
+
 def _init_dispatcher(mode: engines.Mode, module: str, base: str, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """In place of a dispatcher's `__init__(decode_backend, prefill_backend, verify_backend)`: what is custom is cuLA."""
     given = dict(zip(("decode_backend", "prefill_backend", "verify_backend"), args)) | kwargs
