@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of serving engines on their state pools, for the plug-ins of vLLM and SGLang.
 
-Pools are `[slots, HV, V, K]` and updated in place. Tokens of all requests are packed, `[1, T, heads, dim]`.
+Pools are `[slots, HV, V, K]` (Lightning's `[slots, H, K, V]`) and updated in place. Tokens of all requests
+are packed, `[1, T, heads, dim]`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cula.api import cula_decode, cula_gdn, cula_kda
+from cula.api import cula_decode, cula_gdn, cula_kda, cula_lightning
 from cula.core.constants import CHUNK
+from cula.core.kernels import Pool
+from cula.core.pool import read_pool, write_pool
 
 Mode = Literal["gdn", "kda"]
 
@@ -115,3 +118,24 @@ def split_qkv(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tenso
         )
     q, k, v = mixed_qkv.split([keys // 2, keys // 2, HV * V], -1)
     return q.unflatten(-1, (-1, K))[None], k.unflatten(-1, (-1, K))[None], v.unflatten(-1, (HV, V))[None]
+
+
+def lightning_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    pool: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor,
+    has_state: Tensor,
+    scale: float,
+) -> Tensor:
+    """Lightning over sequences that start from their slots of a pool `[slots, H, K, V]` (where `has_state`) and end there."""
+    slots = Pool(pool.transpose(-1, -2), indices, has_state)
+    with torch.no_grad():
+        h0 = read_pool(slots).contiguous()
+        o, last = cula_lightning(q, k, v, decay, scale=scale, initial_state=h0, output_final_state=True, cu_seqlens=cu_seqlens)
+        assert last is not None
+        write_pool(slots, last)
+    return o

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuLA inside of SGLang: `--linear-attn-backend cula` for Gated DeltaNet and Kimi Delta Attention.
+"""cuLA inside of SGLang: `--linear-attn-backend cula` for Gated DeltaNet, Kimi Delta Attention and Lightning Attention.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` where cuLA is installed, and calls it in every process. It adds
 the choice "cula" to `--linear-attn-backend`, `--linear-attn-prefill-backend` and `--linear-attn-decode-backend`, and hooks
-SGLang's two kernel dispatchers. Nothing changes unless the choice is made.
+SGLang's two kernel dispatchers, and the one function of Lightning Attention. Nothing changes unless the choice is made.
 
 cuLA's kernels stand on SGLang's Triton kernels: what they do not serve (tree drafts, more than 8 draft tokens, ReplaySSM rings)
 is Triton's, and the logger `cula` says so once.
@@ -15,8 +15,10 @@ import functools
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from cula.api import cula_decode
 from cula.core.constants import MAX_DECODE_TOKENS
 from cula.integrations import engines
 from cula.integrations.changes import count, logger
@@ -27,6 +29,7 @@ DISPATCHERS: dict[str, tuple[engines.Mode, str, str]] = {
     f"{LINEAR}.gdn_backend.GDNKernelDispatcher.__init__": ("gdn", f"{LINEAR}.kernels.gdn_triton", "TritonGDNKernel"),
     f"{LINEAR}.kda_backend.KDAKernelDispatcher.__init__": ("kda", f"{LINEAR}.kernels.kda_triton", "TritonKDAKernel"),
 }
+LIGHTNING = f"{LINEAR}.lightning_backend.seg_la_fwd"
 _registered: list[Any] = []  # SGLang's registry, once it has our hooks
 
 
@@ -44,6 +47,7 @@ def register() -> None:
         return
     for target, (mode, module, base) in DISPATCHERS.items():
         hooks.HookRegistry.register(target, functools.partial(_init_dispatcher, mode, module, base), hooks.HookType.AROUND)
+    hooks.HookRegistry.register(LIGHTNING, _seg_la, hooks.HookType.AROUND)
     _registered.append(hooks.HookRegistry)
     logger.info("cula.integrations.sglang: --linear-attn-backend %s is there", CHOICE)
 
@@ -75,6 +79,57 @@ def _init_dispatcher(mode: engines.Mode, module: str, base: str, original: Any, 
         if mode == "gdn":
             self.verify_kernel_is_flashinfer = False
     logger.info("cula.integrations.sglang: %s by cuLA: %s", mode, ", ".join(sorted(ours)))
+
+
+def _is_chosen(phase: str) -> bool:
+    """Whether SGLang was started with cuLA for "decode" or "prefill"; Lightning has no dispatcher that would say."""
+    chosen = importlib.import_module("sglang.srt.runtime_context").get_exec().mamba
+    return (getattr(chosen, f"linear_attn_{phase}_backend") or chosen.linear_attn_backend) == CHOICE
+
+
+def _seg_la(
+    original: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    decay_scales: Tensor,
+    meta: Any,
+    caches: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    track_lens: Tensor | None = None,
+    track_state_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """In place of SGLang's `seg_la_fwd`: tokens `[T, H, D]`, states `[slots, H, K, V]`; prefill, one token each, or drafts."""
+    N, T = meta.batch_size, q.shape[0]
+    steps = -(-T // max(N, 1))
+    is_decode = steps <= 1 or caches is not None
+    phase = "decode" if is_decode else "prefill"
+    why_not = None
+    if not _is_chosen(phase):
+        why_not = f"--linear-attn-{phase}-backend is another"
+    elif getattr(meta, "mask", None) is not None or (is_decode and (N * steps != T or not 0 < steps <= MAX_DECODE_TOKENS)):
+        why_not = "drafts are a tree, or of several lengths, or longer than 8"
+    elif track_lens is not None and track_state_indices is not None:
+        why_not = "states for prefix caches"
+    if why_not is not None:
+        _say_once(f"cula.integrations.sglang: lightning stays SGLang's: {why_not}")
+        return original(q, k, v, s, decay_scales, meta, caches, cache_indices, track_lens, track_state_indices, softmax_scale)
+    count(f"sglang.lightning.{phase}")
+    decay = decay_scales.reshape(-1).float()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if not is_decode:
+        packed = (t.unsqueeze(0) for t in (q, k, v))
+        o = engines.lightning_prefill(*packed, decay, s, meta.s_offsets[:N], meta.q_offsets, meta.s_scales > 0, scale)
+        return o[0]
+    q, k, v = (t.reshape(N, steps, *t.shape[1:]) for t in (q, k, v))
+    with torch.no_grad():
+        o, _ = cula_decode(
+            q, k, v, s, mode="lightning", decay=decay, scale=scale, state_indices=meta.s_offsets[:N], state_layout="kv",
+            commit=caches is None, intermediate_states=caches, intermediate_state_indices=cache_indices,
+        )  # fmt: skip
+    return o.flatten(0, 1)
 
 
 @functools.cache

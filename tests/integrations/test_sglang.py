@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cula import reference
 from cula.integrations import CALLS
 from cula.integrations import sglang as cula_sglang
 from cula.reference import relative_error
-from tests.integrations.serving import HV, SLOTS, H, K, V, log_decay, parameters, pool, tokens, want
+from tests.integrations.serving import HV, SLOTS, H, K, V, log_decay, parameters, pool, rand, tokens, want
 
 
 class Triton:
@@ -199,6 +200,92 @@ def test_what_stays_tritons(change, reason, caplog):
     assert kernel("kda").packed_decode(q, a, b, **p, ssm_states=None, cache_indices=None, **ring) == "triton"
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """What SGLang was started with."""
+    mamba = types.SimpleNamespace(linear_attn_backend="cula", linear_attn_decode_backend=None, linear_attn_prefill_backend=None)
+    context = types.ModuleType("sglang.srt.runtime_context")
+    context.get_exec = lambda: types.SimpleNamespace(mamba=mamba)
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    return mamba
+
+
+def lightning_call(lengths, slots, *, has_state=None):
+    """Tokens [T, H, D], a pool [slots, H, K, V] and SGLang's description of the batch."""
+    T, N = sum(lengths), len(lengths)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    states = torch.full((SLOTS, 2, HV, K, K), float("nan"))[:, 0]
+    for slot in slots:
+        if slot >= 0:
+            states[slot] = rand(HV, K, K, seed=100 + slot)
+    meta = types.SimpleNamespace(
+        batch_size=N, q_offsets=cu, s_offsets=torch.tensor(slots, dtype=torch.int32), mask=None,
+        s_scales=torch.tensor(has_state or [1] * N),
+    )  # fmt: skip
+    qkv = [rand(T, HV, K, seed=seed) for seed in (1, 2, 3)]
+    return qkv, states, torch.tensor([0.01, 0.1, 0.3, 1.0]).view(-1, 1, 1), meta
+
+
+def lightning_want(qkv, decay, h0, at):
+    q, k, v = (t[None, at].double() for t in qkv)
+    o, state = reference.lightning(q, k, v, decay.reshape(-1).double(), scale=0.5, initial_state=h0.transpose(-1, -2)[None])
+    return o[0], state[0].transpose(-1, -2)
+
+
+def test_lightning_prefill(chosen):
+    """On a pool with K in front; a prompt that starts anew in a used slot, one without a slot."""
+    lengths, slots = [70, 5, 20], [3, 7, -1]
+    qkv, states, decay, meta = lightning_call(lengths, slots, has_state=[1, 0, 1])
+    before = states.clone()
+    o = cula_sglang._seg_la(None, *qkv, states, decay, meta, softmax_scale=0.5)
+    assert CALLS == {"sglang.lightning.prefill": 1} and o.shape == qkv[2].shape
+    for n, slot in enumerate(slots):
+        at = slice(int(meta.q_offsets[n]), int(meta.q_offsets[n + 1]))
+        h0 = before[slot] if n == 0 else torch.zeros(HV, K, K)
+        want_o, want_state = lightning_want(qkv, decay, h0, at)
+        assert relative_error(o[at], want_o) < 1e-5
+        assert slot < 0 or relative_error(states[slot], want_state) < 1e-5
+    assert all(states[slot].isnan().all() for slot in range(SLOTS) if slot not in slots)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_lightning_decode_and_drafts(chosen, steps):
+    """One token each updates the pool; drafts leave it and fill the buffer's rows."""
+    slots, rows = [6, -1, 0], [2, 1, 4]
+    qkv, states, decay, meta = lightning_call([steps] * 3, slots)
+    before, buffer = states.clone(), torch.full((5, 4, HV, K, K), float("nan"))
+    drafts = {} if steps == 1 else {"caches": buffer, "cache_indices": torch.tensor(rows)}
+    o = cula_sglang._seg_la(None, *qkv, states, decay, meta, **drafts, softmax_scale=0.5)
+    assert CALLS == {"sglang.lightning.decode": 1}
+    for n, slot in enumerate(slots):
+        for t in range(1, steps + 1 if slot >= 0 else 0):
+            at = slice(n * steps, n * steps + t)
+            want_o, want_state = lightning_want(qkv, decay, before[slot], at)
+            assert relative_error(o[at], want_o) < 1e-5
+            assert relative_error(states[slot] if steps == 1 else buffer[rows[n], t - 1], want_state) < 1e-5
+    if steps > 1:
+        assert torch.equal(states.nan_to_num(), before.nan_to_num()) and buffer[:, steps:].isnan().all()
+    assert not o[steps : 2 * steps].any()
+
+
+@pytest.mark.parametrize("what", ["another choice", "a tree", "states for prefix caches", "long drafts"])
+def test_lightning_that_stays_sglangs(chosen, what):
+    qkv, states, decay, meta = lightning_call([9, 9] if what == "long drafts" else [5, 5], [0, 1])
+    before, given = states.clone(), {}
+    if what == "another choice":
+        chosen.linear_attn_prefill_backend = "triton"
+    elif what == "a tree":
+        meta.mask = torch.ones(2, 5)
+    elif what == "long drafts":
+        given = {"caches": torch.zeros(2, 9, HV, K, K), "cache_indices": torch.arange(2)}
+    else:
+        given = {"track_lens": torch.ones(2), "track_state_indices": torch.ones(2)}
+    asked = []
+    cula_sglang._seg_la(lambda *args: asked.append(args), *qkv, states, decay, meta, **given)
+    assert len(asked) == 1 and asked[0][5] is meta and not CALLS
+    assert torch.equal(states.nan_to_num(), before.nan_to_num())
+
+
 class Backend(enum.Enum):
     """As SGLang's: a word it does not know is CUSTOM."""
 
@@ -244,7 +331,7 @@ def test_register(stand_ins):
     cula_sglang.register()
     cula_sglang.register()
     assert stand_ins.choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES == ["triton", "cula"]
-    assert list(stand_ins.hooks) == list(cula_sglang.DISPATCHERS)
+    assert list(stand_ins.hooks) == [*cula_sglang.DISPATCHERS, cula_sglang.LIGHTNING]
     assert all(kind == "around" for _, kind in stand_ins.hooks.values())
 
 
@@ -335,11 +422,14 @@ def test_with_sglangs_own_registry_and_dispatchers(monkeypatch):
         stand_in = types.ModuleType(package)
         stand_in.__path__ = []
         monkeypatch.setitem(sys.modules, package, stand_in)
+    lightning = types.ModuleType(f"sglang.{linear.replace('/', '.')}.lightning_backend")
+    lightning.seg_la_fwd = lambda *args: "SGLang's"
+    monkeypatch.setitem(sys.modules, lightning.__name__, lightning)
     cula_sglang.register()
     assert "cula" in modules["arg_groups.choices"].LINEAR_ATTN_KERNEL_BACKEND_CHOICES
     registry = modules["plugins.hook_registry"].HookRegistry
     registry.apply_hooks()
-    assert registry._patched == set(cula_sglang.DISPATCHERS)
+    assert registry._patched == {*cula_sglang.DISPATCHERS, cula_sglang.LIGHTNING}
     cula, triton = backend("cula"), backend.TRITON
     assert cula.is_custom()
     for mode in ("gdn", "kda"):
