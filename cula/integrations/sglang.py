@@ -120,9 +120,8 @@ def _seg_la(
     decay = decay_scales.reshape(-1).float()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if not is_decode:
-        packed = (t.unsqueeze(0) for t in (q, k, v))
-        o = engines.lightning_prefill(*packed, decay, s, meta.s_offsets[:N], meta.q_offsets, meta.s_scales > 0, scale)
-        return o[0]
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+        return engines.lightning_prefill(q, k, v, decay, s, meta.s_offsets[:N], meta.q_offsets, meta.s_scales > 0, scale)[0]
     q, k, v = (t.reshape(N, steps, *t.shape[1:]) for t in (q, k, v))
     with torch.no_grad():
         o, _ = cula_decode(
