@@ -7,13 +7,14 @@
     python tools/fla_tests.py FLA -n 14                  # whatever follows the folder goes to pytest
     python tools/fla_tests.py FLA --fla-of-checkout      # references from that checkout, not from the installed fla-core
 
-Its test files are copied to a temporary folder, where the functions under test are imported from `cula.kda` and `cula.lightning`
-under the same names. The references that the tests compare with stay FLA's. FLA's conftest comes along, which fills
-uninitialised memory with NaN. Nothing of FLA is kept.
+Its test files are copied to a temporary folder, where the functions under test are imported from `cula.kda`, `cula.gdn` and
+`cula.lightning` under the same names. The references that the tests compare with stay FLA's. FLA's conftest comes along, which
+fills uninitialised memory with NaN. Nothing of FLA is kept.
 
 | file                     | functions that are cuLA's                                      |
 |--------------------------|----------------------------------------------------------------|
 | `test_kda.py`            | `chunk_kda`, `fused_recurrent_kda`                             |
+| `test_gdn.py`            | `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`   |
 | `test_lightning_attn.py` | `chunk_lightning_attn`                                         |
 | `test_simple_gla.py`     | `chunk_simple_gla`, `fused_recurrent_simple_gla`               |
 | `test_retention.py`      | `chunk_simple_gla(g_gamma=)`, which FLA's `chunk_retention` calls |
@@ -38,6 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Of each file: what is imported, and what comes in its place.
 IMPORTS = {
     "test_kda.py": {"from fla.ops.kda import chunk_kda,": "from cula.kda import chunk_kda,"},
+    "test_gdn.py": {
+        "from fla.ops.gated_delta_rule import chunk_gated_delta_rule,": "from cula.gdn import chunk_gated_delta_rule,"
+    },
     "test_lightning_attn.py": {
         "from fla.ops.lightning_attn import chunk_lightning_attn,": (
             "from cula.lightning import chunk_lightning_attn\nfrom fla.ops.lightning_attn import"
@@ -68,6 +72,20 @@ LEFT_OUT = {
         "test_flash_kda_chunk": f"FlashKDA: {ELSEWHERE}",
         "test_flash_kda_chunk_varlen": f"FlashKDA: {ELSEWHERE}",
         "test_triton_ascend_backend_routing": f"Ascend: {ELSEWHERE}",
+    },
+    "test_gdn.py": {
+        "test_chunk_gated_delta_rule_fwd_h_blackwell_triton_guard": NOT_OURS,
+        "test_gate": NOT_OURS,
+        "test_prepare_wy_repr_bwd_no_g": NOT_OURS,
+        "test_flash_qla_chunk": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_chunk_varlen": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_chunk_state_v_first": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_verifier_rejects": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_verifier_sm120_accepts_forward": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_verifier_sm120_rejects_backward": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_verifier_sm120_rejects_float16": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_sm120_flag_is_exact_capability": f"FlashQLA: {ELSEWHERE}",
+        "test_flash_qla_chunk_forward_only": f"FlashQLA: {ELSEWHERE}",
     },
     "test_lightning_attn.py": {},
     "test_simple_gla.py": {

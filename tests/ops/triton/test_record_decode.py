@@ -85,8 +85,11 @@ def test_a_record_passes_addresses_in_the_kernels_order(launches, call, has_out)
 
 @pytest.mark.parametrize("name", [*KdaDecodeInputs._fields, "decay"])
 def test_addresses_that_the_kernel_was_not_compiled_for(launches, name):
-    drafts = {"num_accepted_tokens": torch.zeros(N, dtype=torch.int32), "intermediate_states": torch.empty(N, 1, H, D, D)}
-    x, options, family = given("lightning" if name == "decay" else "kda", **drafts)
+    more = {"num_accepted_tokens": torch.zeros(N, dtype=torch.int32), "intermediate_states": torch.empty(N, 1, H, D, D)}
+    more["intermediate_state_indices"] = torch.arange(N, dtype=torch.int32)
+    if name == "cu_seqlens":
+        more["cu_seqlens"] = torch.arange(N + 1, dtype=torch.int32)
+    x, options, family = given("lightning" if name == "decay" else "kda", packed="cu_seqlens" in more, **more)
     x = x._replace(out=torch.empty_like(x.v))
     problem, rows = checked(x, options, family)
     again = decode.record_decode(problem, rows, x)
