@@ -81,8 +81,10 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
 
 def lightning_fwd_pool(problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
     """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
-    states, indices, has_initial_state = pool
+    states, indices, has_initial_state, null_is_nonpositive = pool
     write_to = indices.to(torch.int32).contiguous()
+    if null_is_nonpositive:
+        write_to = torch.where(write_to > 0, write_to, -1)
     read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
     return run(problem, x, _schedule_on(problem, x.q.device), states, states, read_from, write_to, out)
 
@@ -126,7 +128,7 @@ def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Ten
     if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
     sources: dict[str, int | None] = {"h0": x._fields.index("initial_state"), "ht": ~1, "read_from": None, "write_to": None}
-    return _record(p, x, sources, (x.initial_state, ht), o, out, ht)
+    return _record(p, x, sources, (x.initial_state, ht), o, Serving(out), ht)
 
 
 def record_lightning_fwd_pool(
@@ -136,11 +138,12 @@ def record_lightning_fwd_pool(
     p, indices = problem, pool.indices
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.q.device) if out is None else out
     is_readable = indices.dtype == torch.int32 and indices.is_contiguous() and pool.has_initial_state is None
+    is_readable = is_readable and not pool.null_is_nonpositive
     if not is_readable or any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
     states, slots = len(x) + Serving._fields.index("state_pool"), len(x) + Serving._fields.index("initial_state_indices")
     sources: dict[str, int | None] = {"h0": states, "ht": states, "read_from": slots, "write_to": slots}
-    return _record(p, x, sources, (pool.states, pool.states), o, out, None)
+    return _record(p, x, sources, (pool.states, pool.states), o, Serving(out, pool.states, indices), None)
 
 
 def _record(
@@ -149,7 +152,7 @@ def _record(
     of_states: dict[str, int | None],
     states: tuple[Tensor | None, Tensor | None],
     o: Tensor,
-    out: Tensor | None,
+    serving: Serving,
     ht: Tensor | None,
 ) -> LaunchRecord:
     """A record whose states, first and last, come from where `of_states` says; ht is one that it makes."""
@@ -160,9 +163,10 @@ def _record(
     numbers, varying = _numbers(p, x, schedule, o, *states, is_indexed), tuple(_sizes(p, schedule))
     kernels = _kernels(schedule, states[0] if states[0] is not None else states[1])
     launches = tuple(record(LIGHTNING, kernel, sources, numbers, varying) for kernel in kernels)
-    outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    labels = prefill_labels(x, out, ("q", "k", "v"), p.is_packed, is_indexed)
-    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, None if out is None else len(x), ht is not None))
+    place_of_out = None if serving.out is None else len(x)
+    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
+    labels = prefill_labels(x, serving, ("q", "k", "v"), p.is_packed)
+    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, place_of_out, ht is not None))
     return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
 
 
