@@ -26,8 +26,8 @@ from tests.ops.cute.test_kda import (  # noqa: F401  (fixtures)
     NUM_SMS,
     STATE_TOLERANCE,
     TOLERANCE,
+    WORKSPACE,
     Case,
-    fused_kernel,
     interpreted,
     kernels,
     launched,
@@ -195,3 +195,177 @@ def test_served_interpreted(interpreted, served):  # noqa: F811
 @pytest.mark.parametrize("served", [SERVED[1], SERVED[3], SERVED[4]], ids=str)
 def test_served_on_blackwell_interpreted(interpreted, served):  # noqa: F811
     check_served(served, "cpu", BLACKWELL_SM)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_indices_beyond_the_pool_are_no_slots(interpreted, index):  # noqa: F811
+    """Nothing raises on a GPU; what has no slot starts from zero, and nothing is written."""
+    p, x = make(Case((70, 20), has_state=False), "cpu")
+    pool = torch.full((2, 1, D, D), torch.nan)
+    o, want = torch.empty_like(x.v), torch.empty_like(x.v)
+    kda.run(p, x, fused(2), None, o, Pool(pool, torch.tensor([2, 2**31 - 1], dtype=index), None))
+    kda.run(p, x, fused(2), None, want)
+    assert torch.equal(o, want) and bool(pool.isnan().all())
+
+
+def test_checkpoints_beyond_the_buffer_are_dropped(interpreted):  # noqa: F811
+    """Lengths of packed sequences are not known on the host."""
+    p, x = make(Case((130, 192), has_state=False), "cpu")
+    memory = torch.full((4, 1, D, D), torch.nan)
+    kda.run(p, x, split_into(p, 1, NUM_SMS), None, torch.empty_like(x.v), None, kda.KeptStates(memory[:3], Kept.EVERY, 1, None))
+    assert bool(memory[:3].isfinite().all()) and bool(memory[3].isnan().all())
+
+
+@pytest.mark.parametrize("order", ["early", "first", "last"])
+def test_order_of_asynchronous_work_does_not_matter(interpreted, order):  # noqa: F811
+    interpreted(order)
+    check_served(SERVED[5], "cpu")
+    check_served(SERVED[4], "cpu")
+
+
+def test_there_are_no_races(interpreted):  # noqa: F811
+    interpreted("late", races=True)
+    check_served(SERVED[5], "cpu")
+    check_served(SERVED[3], "cpu")
+
+
+# What is served, and recorded calls
+
+
+def test_which_pools_and_checkpoints_the_kernels_take():
+    p, _ = make(Case((70,)), "cpu")
+    for changes, pool, checkpoints in (
+        ({"pool_dtype": F16, "checkpoint_dtype": BF16}, None, None),
+        ({"has_aligned_slots": False}, "it reads states in pairs", None),
+        ({"has_aligned_checkpoints": False}, None, "it writes states in pairs"),
+    ):
+        changed = dataclasses.replace(p, **changes)
+        for found, reason in ((kda.pool_why_not(changed), pool), (kda.checkpoints_why_not(changed), checkpoints)):
+            assert found is None if reason is None else found.startswith(reason)
+
+
+def serving(p: KdaProblem, every: int | None, index: torch.dtype, has_mask: bool):
+    """(Pool, checkpoints) of a call."""
+    pool = Pool(
+        torch.zeros(9, p.HV, D, D, dtype=BF16),
+        torch.stack([torch.arange(p.N), torch.arange(p.N)], 1).to(index)[:, 0],
+        torch.ones(p.N, dtype=torch.bool) if has_mask else None,
+    )
+    offsets = torch.full((p.N,), 64, dtype=torch.int32) if every is None else None
+    return pool, Checkpoints(torch.zeros(20, p.HV, D, D), every, offsets)
+
+
+@pytest.mark.parametrize("every", [64, None])
+@pytest.mark.parametrize(("index", "has_mask"), [(torch.int32, False), (torch.int64, True)])
+def test_a_recorded_call_launches_what_a_call_launches(launched, index, has_mask, every):  # noqa: F811
+    """For other lengths too, with the pool's indices and mask as they come."""
+    on_pool = kept = None
+    for case in (Case((70, 5, 130), HV=2), Case((30, 164), HV=2), Case((300, 0, 1, 40), HV=2)):
+        p, x = make(dataclasses.replace(case, has_state=False), "cpu")
+        pool, checkpoints = serving(p, every, index, has_mask)
+        out = torch.empty(p.B, p.T, p.HV, D, dtype=BF16)
+        plain = (*x, out, *pool[:3], None, None)
+        kda.kda_fwd_pool(p, x, pool, out)
+        on_pool = on_pool or record.replayer(plain, kda.record_kda_fwd_pool(p, x, pool, out))
+        assert on_pool(plain) == (out, None)
+        with_checkpoints = (*x, out, *pool[:3], checkpoints.states, checkpoints.offsets)
+        kda.kda_fwd_checkpoints(p, x, pool, checkpoints, out)
+        kept = kept or record.replayer(with_checkpoints, kda.record_kda_fwd_checkpoints(p, x, pool, checkpoints, out))
+        assert kept(with_checkpoints) == (out, None)
+        for (name, arguments), (same_name, same) in (launched[:2], launched[2:]):
+            work = [] if "fused" in name else [WORKSPACE]
+            assert name == same_name
+            assert [a for i, a in enumerate(arguments) if i not in work] == [a for i, a in enumerate(same) if i not in work]
+        launched.clear()
+
+
+def test_a_recorded_call_with_checkpoints_makes_the_final_state(launched):  # noqa: F811
+    p, x = make(Case((70, 130)), "cpu")
+    _, checkpoints = serving(p, 64, torch.int32, False)
+    given = (*x, None, None, None, None, checkpoints.states, None)
+    o, state = record.replayer(given, kda.record_kda_fwd_checkpoints(p, x, None, checkpoints, None))(given)
+    assert o.shape == x.v.shape and state.shape == x.initial_state.shape
+    assert kda.record_kda_fwd(dataclasses.replace(p, options=p.options._replace(return_intermediate_states=True)), x) is None
+    apart = Checkpoints(checkpoints.states, None, torch.zeros(4, dtype=torch.int32)[::2])
+    assert kda.record_kda_fwd_checkpoints(p, x, None, apart, None) is None  # offsets would have to be copied
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("served", SERVED, ids=str)
+def test_served_on_a_gpu(kernels, served):  # noqa: F811
+    if served.case.clusters and torch.cuda.get_device_capability() != HOPPER_SM:
+        pytest.skip("the fused kernel needs compute capability 9.0")
+    check_served(served, "cuda")
+
+
+def public_call(lengths: tuple[int, ...], is_packed: bool, H: int) -> dict[str, object]:
+    p, x = make(Case(lengths, is_packed=is_packed, H=H, HV=H, shift=-4.0, has_state=False), "cuda")
+    switches = ("lower_bound", "use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel")
+    return {name: t for name, t in x._asdict().items() if t is not None} | {n: getattr(p.options, n) for n in switches}
+
+
+LAYOUTS = [((512,) * 8, False, 8), ((2048,), False, 16), ((300, 64, 0, 1000), True, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "is_packed", "H"), LAYOUTS, ids=["fused", "segments", "packed"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("index", "null_index"), [(torch.int32, "negative"), (torch.int64, "nonpositive")])
+def test_the_public_call_on_a_pool(kernels, lengths, is_packed, H, dtype, index, null_index):  # noqa: F811
+    """The first time, and recorded: the numbers of a call with plain states, bit for bit where all have one."""
+    call, N = public_call(lengths, is_packed, H), len(lengths)
+    pool = torch.randn(N + 2, H, D, D, device="cuda").to(dtype)
+    slots = torch.arange(N, 0, -1, device="cuda").to(index)
+    before = pool.clone()
+    with torch.no_grad():
+        first = before[slots.long()].float()
+        want, state = cula.cula_kda(**call, initial_state=first, output_final_state=True)
+        for mask in (None, torch.ones(N, dtype=torch.bool, device="cuda")):
+            for _ in range(3):
+                pool.copy_(before)
+                o, none = cula.cula_kda(
+                    **call, state_pool=pool, initial_state_indices=slots, has_initial_state=mask, null_index=null_index
+                )
+                assert none is None and torch.equal(o, want)
+                assert torch.equal(pool[slots.long()], state.to(dtype))
+                assert torch.equal(pool[[0, N + 1]], before[[0, N + 1]])
+        slots[0] = 0 if null_index == "nonpositive" else -1
+        first[0] = 0
+        pool.copy_(before)
+        want, state = cula.cula_kda(**call, initial_state=first, output_final_state=True)
+        o, _ = cula.cula_kda(**call, state_pool=pool, initial_state_indices=slots, null_index=null_index)
+        assert relative_error(o, want.double()) < TOLERANCE["f16"]
+        assert torch.equal(pool[[0, N, N + 1]], before[[0, N, N + 1]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "is_packed", "H"), LAYOUTS, ids=["fused", "segments", "packed"])
+def test_checkpoints_are_captured_by_a_graph(kernels, lengths, is_packed, H):  # noqa: F811
+    """Without a copy to the host; the states are those of another backend."""
+    call, N = public_call(lengths, is_packed, H), len(lengths)
+    rows = sum(length // 128 for length in lengths)
+    buffer, other = (torch.full((rows + 1, H, D, D), torch.nan, device="cuda") for _ in range(2))
+    offsets = torch.tensor([length // CHUNK * CHUNK for length in lengths], dtype=torch.int32, device="cuda")
+    one, other_one = (torch.zeros(N, H, D, D, device="cuda") for _ in range(2))
+
+    def run(buffer, one, backend="auto"):
+        cula.cula_kda(**call, checkpoint_every=128, checkpoint_states=buffer, backend=backend)
+        cula.cula_kda(**call, checkpoint_offsets=offsets, checkpoint_states=one, backend=backend)
+
+    with torch.no_grad():
+        run(other, other_one, "triton")
+        run(buffer, one)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            run(buffer, one)
+        buffer.fill_(torch.nan)
+        one.zero_()
+        graph.replay()
+        h, want_h = (cula.cula_kda(**call, return_intermediate_states=True, backend=b)[2] for b in ("auto", "triton"))
+    assert relative_error(buffer[:rows], other[:rows].double()) < 8e-3 and bool(buffer[rows].isnan().all())
+    assert relative_error(one, other_one.double()) < 8e-3
+    assert h.shape == want_h.shape and relative_error(h, want_h.double()) < 8e-3

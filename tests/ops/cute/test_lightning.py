@@ -240,7 +240,7 @@ def test_a_strided_packed_projection_is_read_as_it_lies(device):
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
 
 
-NOT_SERVED = (None,) * 4  # tensors of a call behind `out`
+NOT_SERVED = (None,) * 5  # tensors of a call behind `out`
 
 
 @pytest.fixture(params=["python", "c"])
