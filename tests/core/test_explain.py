@@ -41,7 +41,10 @@ def kda_request(serving=prefill.NOTHING_TO_SERVE, every=None):
 def test_checkpoints_are_part_of_the_choice(on_hopper):
     assert on_hopper(kda_request()).checkpoints is None
     buffer = torch.zeros(2, 2, 128, 128)
-    for serving, every in ((Serving(checkpoint_states=buffer), 64), (Serving(checkpoint_states=buffer, checkpoint_offsets=ONE), None)):
+    for serving, every in (
+        (Serving(checkpoint_states=buffer), 64),
+        (Serving(checkpoint_states=buffer, checkpoint_offsets=ONE), None),
+    ):
         choice = on_hopper(kda_request(serving, every))
         assert choice.name == "cute_sm90"
         assert choice.checkpoints == IN_PLACE and "checkpoints are written by the kernel, in place" in str(choice)

@@ -18,9 +18,7 @@ CAPACITY = 1 << 16  # schedules
 ProblemT = TypeVar("ProblemT")
 
 
-def prefill_labels(
-    x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool
-) -> tuple[tuple[int, ...] | None, ...]:
+def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool) -> tuple[tuple[int, ...] | None, ...]:
     """Labels for the tensors of a call, in order: the family's inputs, and those of a `core.pool.Serving`."""
     of_tokens = (0, FIRST) if is_packed else (FIRST, SECOND)
     of_sequences = SECOND if is_packed else FIRST

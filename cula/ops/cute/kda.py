@@ -29,10 +29,12 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
-from cula.ops.cute.kda_abi import STATE, K, Kept, StateKind, V
+from cula.ops.cute.kda_abi import K, Kept, V
 from cula.ops.cute.kda_schedule import Schedule, how, schedule_on
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
+from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_sources, state_tensors
+from cula.ops.cute.states_abi import StateKind
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
@@ -54,7 +56,6 @@ __all__ = [
 ]
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-KINDS = {torch.float32: StateKind.F32, torch.bfloat16: StateKind.BF16, torch.float16: StateKind.F16}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 
@@ -82,15 +83,8 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     return None
 
 
-def pool_why_not(problem: KdaProblem) -> str | None:
-    """Why `kda_fwd_pool` does not take a call's pool of states, as a sentence; None if it does."""
-    if not problem.has_aligned_slots:
-        return "it reads states in pairs, and slots of the pool do not begin at multiples of 16 bytes"
-    return None
-
-
 def checkpoints_why_not(problem: KdaProblem) -> str | None:
-    """The same of `kda_fwd_checkpoints` and the states that a call keeps."""
+    """Why `kda_fwd_checkpoints` does not keep a call's states, as a sentence; None if it does."""
     if not problem.has_aligned_checkpoints:
         return "it writes states in pairs, and rows of checkpoint_states are not contiguous at multiples of 16 bytes"
     return None
@@ -189,12 +183,8 @@ def run(
         "A_log": no_A if x.A_log is None else x.A_log,
         "dt_bias": no_bias if x.dt_bias is None else x.dt_bias,
         "o": to,
-        "h0": x.initial_state if pool is None else pool.states,
-        "ht": ht if pool is None else pool.states,
         "cu": x.cu_seqlens,
-        "read_from": None if pool is None else pool.indices,
-        "write_to": None if pool is None else pool.indices,
-        "has_state": None if pool is None else pool.has_initial_state,
+        **state_tensors(x.initial_state, ht, pool),
         "kept": None if kept is None else kept.states,
         "kept_offsets": None if kept is None else kept.offsets,
     }
@@ -202,7 +192,7 @@ def run(
         tensors["workspace"] = torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
     abi = _abi(p, schedule)
     addresses = abi.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = abi.pack_numbers(_numbers(p, x, schedule, to) | _state_numbers(p, x, ht, pool, kept))
+    numbers = abi.pack_numbers(_numbers(p, x, schedule, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept))
     _kernel(p, schedule)(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -231,9 +221,7 @@ def record_kda_fwd_checkpoints(
     return _record(problem, x, Serving(out, *of_pool, checkpoints.states, checkpoints.offsets), pool, _kept(checkpoints))
 
 
-def _record(
-    p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, kept: KeptStates | None
-) -> LaunchRecord | None:
+def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, kept: KeptStates | None) -> LaunchRecord | None:
     device, out = x.q.device, serving.out
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     ht = None if pool is not None else _final_state(p, x)
@@ -244,15 +232,12 @@ def _record(
     of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
     sources: dict[str, Source | int | None] = {name: of[name] for name in ("q", "k", "v", "g", "beta")}
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
-    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"], "o": ~0, "ht": ~1}
-    if pool is not None:
-        sources |= {"h0": of["state_pool"], "ht": of["state_pool"]}
-    sources |= {"read_from": of["initial_state_indices"], "write_to": of["initial_state_indices"]}
-    sources |= {"has_state": of["has_initial_state"], "kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
+    sources |= {"cu": of["cu_seqlens"], "o": ~0, **state_sources(of, pool, ~1)}
+    sources |= {"kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
     work = None
     if not schedule.is_fused:
         sources["workspace"], work = ~2, workspace(device.index, schedule.workspace_bytes(p.HV))
-    numbers = _numbers(p, x, schedule, o) | _state_numbers(p, x, ht, pool, kept)
+    numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
     varying = tuple(_sizes(p, schedule))
     launch = record(_abi(p, schedule), _kernel(p, schedule), sources, numbers, varying)
     outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht))
@@ -304,53 +289,17 @@ def _abi_of(is_fused: bool, has_scalar_gate: bool, g_dtype: torch.dtype) -> Abi:
     return kda_abi.of_gates(kda_abi.FUSED if is_fused else kda_abi.SPLIT, has_scalar_gate, g_dtype.itemsize)
 
 
-def _state_numbers(
-    p: KdaProblem, x: KdaInputs, ht: Tensor | None, pool: Pool | None, kept: KeptStates | None
-) -> dict[str, int | float]:
-    """The arguments about states that are not addresses, by name."""
-    numbers: dict[str, int | float] = {
-        "has_h0": int(x.initial_state is not None),
-        "has_ht": int(ht is not None),
-        "state_step": 4 * STATE * p.HV,
-        "state_kind": StateKind.F32,
-        "index_bits": 0,
-        "index_step": 0,
-        "mask_step": 0,
-        "first_slot": 0,
-        "num_slots": 0,
-        "kept_step": 0,
-        "kept_kind": StateKind.F32,
-        "kept_mode": Kept.NOTHING,
-        "kept_every": 0,
-        "kept_rows": 0,
+def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
+    """The arguments about states that are kept, but for addresses, by name."""
+    if kept is None:
+        return {"kept_step": 0, "kept_kind": StateKind.F32, "kept_mode": Kept.NOTHING, "kept_every": 0, "kept_rows": 0}
+    return {
+        "kept_step": bytes_between(kept.states),
+        "kept_kind": KINDS[kept.states.dtype],
+        "kept_mode": kept.mode,
+        "kept_every": kept.every,
+        "kept_rows": kept.states.shape[0],
     }
-    if pool is not None:
-        states, indices, mask, _ = pool
-        numbers |= {
-            "has_h0": 1,
-            "has_ht": 1,
-            "state_step": _bytes_between(states),
-            "state_kind": KINDS[states.dtype],
-            "index_bits": 8 * indices.element_size(),
-            "index_step": _bytes_between(indices),
-            "mask_step": 0 if mask is None else _bytes_between(mask),
-            "first_slot": pool.first_slot,
-            "num_slots": states.shape[0],
-        }
-    if kept is not None:
-        numbers |= {
-            "kept_step": _bytes_between(kept.states),
-            "kept_kind": KINDS[kept.states.dtype],
-            "kept_mode": kept.mode,
-            "kept_every": kept.every,
-            "kept_rows": kept.states.shape[0],
-        }
-    return numbers
-
-
-def _bytes_between(t: Tensor) -> int:
-    """From an element of the first dimension to the next."""
-    return t.stride(0) * t.element_size()
 
 
 def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float]:

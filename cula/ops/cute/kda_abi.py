@@ -11,16 +11,12 @@ workspace are all made from these descriptions.
 | g                         | [T, HV, 128], or [T, HV] for one gate a head                                                    |
 | beta                      | [T, HV], of `beta_bits` bits: 32 or 16                                                          |
 | A_log, dt_bias            | [HV], and [HV, 128] or [HV]; float32                                                            |
-| h0, ht                    | states [slots, HV, 128 (V), 128 (K)], of a `StateKind`; there if `has_h0`, `has_ht`             |
+| h0, ht, read_from,        | first and last states: see `states_abi.py`                                                      |
+| write_to, has_state, ...  |                                                                                                 |
 | cu                        | [N + 1], where sequences begin; read if `length` is 0                                           |
-| read_from, write_to       | [N], where `index_bits` is 32 or 64: the slots of first and last states; otherwise the          |
-|                           | sequence's number. Slots are those from `first_slot` to `num_slots` - 1, other numbers stand    |
-|                           | for none: such a sequence starts from zero, and its last state is dropped                       |
-| has_state                 | [N] bytes, or address 0: where one is 0 the sequence starts from zero                           |
-| kept                      | states inside of the sequences [kept_rows, HV, V, K]: which, says `kept_mode`, a `Kept`         |
+| kept                      | states inside of the sequences [kept_rows, HV, V, K], of a `StateKind`, `kept_kind`, and with   |
+|                           | `kept_step` bytes from row to row: which, says `kept_mode`, a `Kept`                            |
 | kept_offsets              | [N]: see `Kept.OFFSETS`                                                                         |
-| state_step, kept_step,    | bytes from a slot, a row, an index, a byte of `has_state` to the next                           |
-| index_step, mask_step     |                                                                                                 |
 | kept_every                | chunks from one state that is kept to the next                                                  |
 | *_token, *_head           | strides, in elements                                                                            |
 | lower, beta_top           | the bound of a gate; the largest beta that a raw one is activated to, 0 for one that is already |
@@ -38,16 +34,9 @@ import enum
 
 from cula.core.constants import CHUNK
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
+from cula.ops.cute.states_abi import KINDS_OF_STATES, SLOTS, STEPS
 
 K = V = 128
-
-
-class StateKind(enum.IntEnum):
-    """The dtype of states in memory, which kernels look at when they run."""
-
-    F32 = 0
-    BF16 = 1
-    F16 = 2
 
 
 class Kept(enum.IntEnum):
@@ -60,21 +49,18 @@ class Kept(enum.IntEnum):
 
 
 _TENSORS = addresses(
-    q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, o=TMA_BYTES, h0=16, ht=16, cu=4,
-    read_from=4, write_to=4, has_state=1, kept=16, kept_offsets=4,
+    q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, o=TMA_BYTES, h0=16, ht=16, cu=4
 )  # fmt: skip
+_SLOTS = (*SLOTS, *addresses(kept=16, kept_offsets=4))
 _STRIDES = i64(*(f"{name}_{of}" for name in "qkvgo" for of in ("token", "head")), "beta_token")
-_STATES = (
-    *i64("state_step", "kept_step", "index_step", "mask_step"),
-    *i32("state_kind", "index_bits", "first_slot", "num_slots", "kept_kind", "kept_mode", "kept_every", "kept_rows"),
-)
+_STATES = (*STEPS, *i64("kept_step"), *KINDS_OF_STATES, *i32("kept_kind", "kept_mode", "kept_every", "kept_rows"))
 _PROBLEM = (*i32("T", "N", "H", "HV"), *f32("scale", "lower", "beta_top"), *i32("beta_bits", "has_h0", "has_ht", "length"))
 _SCHEDULE = i32(
     "halvings", "chunks", "segments", "per_segment", "per_chained_segment", "has_transitions", "helpers"
 )  # fmt: skip
 
-SPLIT = Abi("kda", _TENSORS, addresses(workspace=64), _STRIDES, _STATES, _PROBLEM, _SCHEDULE)
-FUSED = Abi("fused_kda", _TENSORS, _STRIDES, _STATES, _PROBLEM, i32("clusters"))
+SPLIT = Abi("kda", _TENSORS, _SLOTS, addresses(workspace=64), _STRIDES, _STATES, _PROBLEM, _SCHEDULE)
+FUSED = Abi("fused_kda", _TENSORS, _SLOTS, _STRIDES, _STATES, _PROBLEM, i32("clusters"))
 
 
 def of_gates(abi: Abi, has_scalar_gate: bool, g_bytes: int) -> Abi:

@@ -487,7 +487,9 @@ def test_a_recorded_call_launches_what_a_call_launches(launched, case):
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
     assert name == same_name
-    fresh = (HT, WORKSPACE) if "fused" not in name else (HT,)  # the final state and the workspace, if there is one, are new each time
+    fresh = (
+        (HT, WORKSPACE) if "fused" not in name else (HT,)
+    )  # the final state and the workspace, if there is one, are new each time
     assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 

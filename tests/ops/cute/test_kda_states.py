@@ -154,7 +154,11 @@ def check_served(served: Served, device: str, sm: tuple[int, int] = HOPPER_SM) -
     offsets = None
     if served.kept == Kept.OFFSETS:
         offsets = torch.tensor([offset_of(n, length) for n, length in enumerate(case.lengths)], dtype=torch.int32, device=device)
-    kept = None if served.kept == Kept.NOTHING else kda.KeptStates(buffer, served.kept, served.every if offsets is None else 0, offsets)
+    kept = (
+        None
+        if served.kept == Kept.NOTHING
+        else kda.KeptStates(buffer, served.kept, served.every if offsets is None else 0, offsets)
+    )
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=BF16, device=device)
     schedule = fused(case.clusters) if case.clusters else split_into(p, case.per_segment, case.num_sms, case.per_chained)
     kda.run(p, x, schedule, None, o, pool, kept)

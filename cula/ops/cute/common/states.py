@@ -15,13 +15,14 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address
-from cula.ops.cute.kda_abi import STATE, Kept, StateKind
+from cula.ops.cute.kda_abi import Kept
+from cula.ops.cute.states_abi import StateKind
 
-DTYPES = {StateKind.F32: F32, StateKind.BF16: BF16, StateKind.F16: F16}
+SHAPE = (128, 128)  # of a head's state, [V, K], where nothing else is said
 
 
 class States(NamedTuple):
-    """First and last states, as `kda_abi.py` describes them."""
+    """First and last states, as `states_abi.py` describes them."""
 
     h0: Any
     ht: Any
@@ -40,7 +41,7 @@ class States(NamedTuple):
 
 
 class KeptStates(NamedTuple):
-    """States inside of a prompt, likewise."""
+    """States inside of a prompt, as `kda_abi.py` does."""
 
     at: Any
     offsets: Any
@@ -96,15 +97,15 @@ def slot_of_last(states: cutlass.Constexpr, seq: I32):
 
 
 @cute.jit
-def address_of(base: Int64, number: I32, step: Int64, hv: I32, kind: I32):
+def address_of(base: Int64, number: I32, step: Int64, hv: I32, kind: I32, shape: cutlass.Constexpr = SHAPE):
     """Of a head's state."""
-    size = I32(4 * STATE) if kind == StateKind.F32 else I32(2 * STATE)
-    return base + Int64(number) * step + Int64(hv) * Int64(size)
+    size = shape[0] * shape[1]
+    return base + Int64(number) * step + Int64(hv) * Int64(I32(4 * size) if kind == StateKind.F32 else I32(2 * size))
 
 
-def matrix_at(dtype: Any, address: Any) -> Any:
+def matrix_at(dtype: Any, address: Any, shape: tuple[int, int]) -> Any:
     """A state, [V, K]."""
-    return cute.make_tensor(at_address(dtype, address, 16), cute.make_layout((128, 128), stride=(128, 1)))
+    return cute.make_tensor(at_address(dtype, address, 16), cute.make_layout(shape, stride=(shape[1], 1)))
 
 
 @cute.jit
@@ -145,38 +146,40 @@ def is_end(kept: cutlass.Constexpr, boundary: I32, tokens: I32):
 
 
 @cute.jit
-def load_state(part: cutlass.Constexpr, acc: cute.Tensor, address: Int64, kind: I32):
+def load_state(part: cutlass.Constexpr, acc: cute.Tensor, address: Int64, kind: I32, shape: cutlass.Constexpr = SHAPE):
     """acc <- a state, in float32."""
     if kind == StateKind.F32:
-        cute.autovec_copy(part(matrix_at(F32, address)), acc)
+        cute.autovec_copy(part(matrix_at(F32, address, shape)), acc)
     elif kind == StateKind.BF16:
-        load_as(part, acc, address, BF16)
+        load_as(part, acc, address, BF16, shape)
     else:
-        load_as(part, acc, address, F16)
+        load_as(part, acc, address, F16, shape)
 
 
 @cute.jit
-def load_as(part: cutlass.Constexpr, acc: cute.Tensor, address: Int64, dtype: cutlass.Constexpr):
+def load_as(part: cutlass.Constexpr, acc: cute.Tensor, address: Int64, dtype: cutlass.Constexpr, shape: cutlass.Constexpr):
     given = cute.make_rmem_tensor_like(acc, dtype)
-    cute.autovec_copy(part(matrix_at(dtype, address)), given)
+    cute.autovec_copy(part(matrix_at(dtype, address, shape)), given)
     acc.store(given.load().to(F32))
 
 
 @cute.jit
-def store_state(part: cutlass.Constexpr, values: cutlass.Constexpr, address: Int64, kind: I32):
+def store_state(part: cutlass.Constexpr, values: cutlass.Constexpr, address: Int64, kind: I32, shape: cutlass.Constexpr = SHAPE):
     """A state to memory, rounded to what it is kept as. `values` returns it in float32, and is called where it is wanted: what it
     computes takes registers no longer than that."""
     if kind == StateKind.F32:
-        store_as(part, values, address, F32)
+        store_as(part, values, address, F32, shape)
     elif kind == StateKind.BF16:
-        store_as(part, values, address, BF16)
+        store_as(part, values, address, BF16, shape)
     else:
-        store_as(part, values, address, F16)
+        store_as(part, values, address, F16, shape)
 
 
 @cute.jit
-def store_as(part: cutlass.Constexpr, values: cutlass.Constexpr, address: Int64, dtype: cutlass.Constexpr):
+def store_as(
+    part: cutlass.Constexpr, values: cutlass.Constexpr, address: Int64, dtype: cutlass.Constexpr, shape: cutlass.Constexpr
+):
     acc = values()
     out = cute.make_rmem_tensor_like(acc, dtype)
     out.store(acc.load().to(dtype))
-    cute.autovec_copy(out, part(matrix_at(dtype, address)))
+    cute.autovec_copy(out, part(matrix_at(dtype, address, shape)))
