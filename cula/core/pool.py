@@ -133,8 +133,8 @@ def check_checkpoints(checkpoints: Checkpoints | None, every: int | None, proble
         return
     buffer, _, offsets = checkpoints
     if (every is None) == (offsets is None):
-        given = "neither" if every is None else "both"
-        raise ValueError(f"{who}: checkpoint_states goes with one of checkpoint_every and checkpoint_offsets; {given} was given")
+        given = "neither was" if every is None else "both were"
+        raise ValueError(f"{who}: checkpoint_states goes with one of checkpoint_every and checkpoint_offsets; {given} given")
     inner = (problem.HV, problem.V, problem.K)
     if checks.rank_of(who, "checkpoint_states", buffer) != 4 or buffer.shape[1:] != inner:
         raise ValueError(f"{who}: checkpoint_states has shape {list(buffer.shape)}; expected [M, HV, V, K] = {['M', *inner]}")

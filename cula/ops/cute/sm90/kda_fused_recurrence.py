@@ -44,7 +44,6 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
     decay_columns,
     load_v,
     make_consumer,
-    next_stop,
     save_at_boundary,
 )
 
@@ -107,20 +106,19 @@ def recurrence_role(
         if slot >= 0:
             load_state(w.ours, w.accS, address_of(states.h0, slot, states.step, hv, states.kind), states.kind)
         following, row = first_kept(kept, memory.mCu, seq, items.length, I32(0))
-        boundary = I32(0)
-        while boundary <= chunks:
-            following, row = save_at_boundary(w, states, kept, (seq, hv, tokens), boundary, chunks, following, row, F16)
-            stop = next_stop(boundary, following, chunks)
-            for chunk in cutlass.range(boundary, stop, unroll=1):
-                stage = stage_of(n, rank)
-                cute.arch.mbarrier_wait(bars.v_full, n & 1)
-                step = Step(n, chunk, chunks, stage, tokens - chunk * 64)
-                accO = recurrence_step(w, v, bars, step, warp_in)
-                store_o(w, accO, tma.o, o_tiles, o_rows, stages, step, warp_in)
-                warpgroup.wait_group(0)
-                tell_owner(bars.free, n, rank)
-                n += 1
-            boundary = stop if boundary < chunks else chunks + 1
+        place = (seq, hv, tokens)
+        for chunk in cutlass.range(chunks, unroll=1):
+            if chunk == following:
+                following, row = save_at_boundary(w, states, kept, place, chunk, chunks, following, row, F16)
+            stage = stage_of(n, rank)
+            cute.arch.mbarrier_wait(bars.v_full, n & 1)
+            step = Step(n, chunk, chunks, stage, tokens - chunk * 64)
+            accO = recurrence_step(w, v, bars, step, warp_in)
+            store_o(w, accO, tma.o, o_tiles, o_rows, stages, step, warp_in)
+            warpgroup.wait_group(0)
+            tell_owner(bars.free, n, rank)
+            n += 1
+        save_at_boundary(w, states, kept, place, chunks, chunks, following, row, F16)
     cute.arch.cp_async_bulk_wait_group(0)
 
 

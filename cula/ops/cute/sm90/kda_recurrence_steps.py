@@ -333,8 +333,6 @@ def save_at_boundary(
     """The state before a chunk, or behind the last of a sequence: to its row, if `following` says that it is kept, and to where
     the sequence leaves its last state. `place` is the sequence, its head and its tokens; what is before chunk `to_chunk` is
     another segment's. Returns the next boundary at which the state is kept, and its row.
-
-    There is one code for both, outside of the loop over chunks, which would be a third longer with it.
     """
     seq, hv, tokens = place
     is_kept = boundary == following and (boundary < to_chunk or is_end(kept, boundary, tokens))
