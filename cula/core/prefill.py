@@ -217,16 +217,17 @@ def execute(request: Request, choice: Choice) -> Any:
         elif has_pool and kept is None:
             o, final_state = kernel("fwd_pool")(p, x, pool, out), None
         else:
-            is_around = pool is not None and not has_pool
-            if is_around:
-                x = x._replace(initial_state=read_pool(pool))
+            around = None if has_pool else pool
+            if around is not None:
+                x = x._replace(initial_state=read_pool(around))
             if has_checkpoints:
-                made = kernel("fwd_checkpoints")(_as_asked(p, options, is_around), x, pool if has_pool else None, kept, out)
+                asked = _as_asked(p, options, around is not None)
+                made = kernel("fwd_checkpoints")(asked, x, pool if has_pool else None, kept, out)
             else:
                 made = kernel("fwd")(p, x, out)
             o, final_state, states, _ = made
-            if is_around:
-                write_pool(pool, final_state)
+            if around is not None:
+                write_pool(around, final_state)
             if kept is not None and not has_checkpoints:
                 write_checkpoints(kept, rows, p, x.cu_seqlens, states, final_state)
     final_state = final_state if options.output_final_state else None

@@ -217,8 +217,9 @@ def record_kda_fwd_checkpoints(
     """The same for `kda_fwd_checkpoints`."""
     if checkpoints.offsets is not None and not checkpoints.offsets.is_contiguous():
         return None
-    of_pool = (None, None, None) if pool is None else pool[:3]
-    return _record(problem, x, Serving(out, *of_pool, checkpoints.states, checkpoints.offsets), pool, _kept(checkpoints))
+    serving = Serving(out) if pool is None else Serving(out, *pool[:3])
+    serving = serving._replace(checkpoint_states=checkpoints.states, checkpoint_offsets=checkpoints.offsets)
+    return _record(problem, x, serving, pool, _kept(checkpoints))
 
 
 def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, kept: KeptStates | None) -> LaunchRecord | None:

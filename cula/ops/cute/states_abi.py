@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses from host to kernel about a sequence's first and last states, for every family. Free of cutlass.
 
-| argument             | what                                                                                                      |
-|----------------------|-----------------------------------------------------------------------------------------------------------|
-| h0, ht               | states [slots, HV, V, K], of a `StateKind`; there if `has_h0`, `has_ht`                                   |
-| read_from, write_to  | [N], where `index_bits` is 32 or 64: the slots of first and last states; otherwise the sequence's number. |
-|                      | Slots are those from `first_slot` to `num_slots` - 1, other numbers stand for none: such a sequence       |
-|                      | starts from zero, and its last state is dropped                                                           |
-| has_state            | [N] bytes, or address 0: where one is 0 the sequence starts from zero                                     |
-| state_step,          | bytes from a slot, an index, a byte of `has_state` to the next                                            |
-| index_step, mask_step|                                                                                                           |
+| argument                | what                                                                                                |
+|-------------------------|-----------------------------------------------------------------------------------------------------|
+| h0, ht                  | states [slots, HV, V, K], of a `StateKind`; there if `has_h0`, `has_ht`                             |
+| read_from, write_to     | [N], where `index_bits` is 32 or 64: the slots of first and last states; otherwise the sequence's   |
+|                         | number. Slots are those from `first_slot` to `num_slots` - 1, other numbers stand for none: such a  |
+|                         | sequence starts from zero, and its last state is dropped                                            |
+| has_state               | [N] bytes, or address 0: where one is 0 the sequence starts from zero                               |
+| state_step, index_step, | bytes from a slot, an index, a byte of `has_state` to the next                                      |
+| mask_step               |                                                                                                     |
 """
 
 from __future__ import annotations

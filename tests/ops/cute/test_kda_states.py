@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA prefill on the CuTe kernels: state pools that the kernels read and write, and the states inside of sequences that they keep.
+"""KDA prefill on the CuTe kernels: pools that the kernels read and write, and the states inside of sequences that they keep.
 
 Memory that is nobody's is NaN, and must be the same bits afterwards: slots that no sequence has, those whose state is not to be
 read, gaps between slots, and rows without a checkpoint.
@@ -65,7 +65,10 @@ SERVED = [
         pool=BF16, index=torch.int64, null_is_nonpositive=True, has_mask=True, kept=Kept.OFFSETS, kept_dtype=F16,
     ),
     Served(Case((130, 0, 192), HV=2, shift=-4.0), has_mask=True, is_strided=True, kept=Kept.EVERY),
-    Served(Case((330, 70), per_segment=2), pool=F16, index=torch.int64, is_strided=True, kept=Kept.EVERY, every=2, kept_dtype=BF16),
+    Served(
+        Case((330, 70), per_segment=2),
+        pool=F16, index=torch.int64, is_strided=True, kept=Kept.EVERY, every=2, kept_dtype=BF16,
+    ),
     Served(Case((390,), per_segment=1, per_chained=3, shift=-8.0), pool=BF16, kept=Kept.STARTS),
     Served(Case((400, 390), per_segment=2, shift=-8.0), null_is_nonpositive=True, kept=Kept.OFFSETS),
     Served(Case((200, 200), is_packed=False, clusters=2, shift=-8.0), pool=F16, has_mask=True, kept=Kept.EVERY),
