@@ -23,7 +23,6 @@ from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
 
 Mode = Literal["kda", "gdn", "lightning"]  # what `cula_decode` decodes
-NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
 STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 
 __all__ = ["cula_decode", "cula_gdn", "cula_kda", "cula_lightning", "explain"]
@@ -112,9 +111,9 @@ def cula_decode(
     """
     who = "cula_decode"
     try:
-        null_is_nonpositive, state_is_kv = NULL_INDICES[null_index], STATE_LAYOUTS[state_layout]
+        null_is_nonpositive, state_is_kv = checks.NULL_INDICES[null_index], STATE_LAYOUTS[state_layout]
     except (KeyError, TypeError):
-        checks.check_choice(who, "null_index", null_index, tuple(NULL_INDICES))
+        checks.check_choice(who, "null_index", null_index, tuple(checks.NULL_INDICES))
         checks.check_choice(who, "state_layout", state_layout, tuple(STATE_LAYOUTS))
         raise
     tensors = (

@@ -43,12 +43,39 @@ def test_rows_without_a_slot_write_nothing(indices):
         assert torch.equal(pool[0], before[0])
 
 
-def test_a_bfloat16_pool_keeps_its_dtype():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_pool_of_16_bits_keeps_its_dtype(dtype):
     tensors = KdaCall(T=10, initial_state=False).tensors()
-    pool = torch.randn(1, 2, 32, 32).bfloat16()
+    pool = torch.randn(1, 2, 32, 32).to(dtype)
     want = reference.kda(**tensors | {"initial_state": pool.clone()})[1]
     cula.cula_kda(**tensors, state_pool=pool, initial_state_indices=torch.tensor([0]))
-    assert relative_error(pool, want) < 5e-3
+    assert pool.dtype == dtype and relative_error(pool, want) < 5e-3
+
+
+def test_index_0_is_null_where_the_caller_says_so(backend, device):
+    """It starts from zero and writes nothing; for Lightning and GDN too."""
+    call = KdaCall(lens=(20, 30), initial_state=False)
+    t = call.tensors(device)
+    gates = {"g": t["g"][..., 0].contiguous()}
+    for run, given in (
+        (cula.cula_kda, t),
+        (cula.cula_gdn, t | gates),
+        (
+            cula.cula_lightning,
+            {"Q": t["q"], "K": t["k"], "V": t["v"], "decay": torch.ones(call.HV), "cu_seqlens": t["cu_seqlens"]},
+        ),
+    ):
+        given = {name: x if x is None else x.to(device) for name, x in given.items()}
+        pool = torch.randn(3, call.HV, call.V, call.K).to(device)
+        before, zeros = pool.clone(), torch.zeros_like(pool)
+        slots = torch.tensor([2, 0], device=device)
+        o, _ = run(**given, state_pool=pool, initial_state_indices=slots, null_index="nonpositive", backend=backend)
+        first = torch.stack([before[2], zeros[0]])
+        want, state = run(**given | {"initial_state": first}, output_final_state=True, backend=backend)
+        assert relative_error(o, want.double()) < 1e-6
+        assert relative_error(pool[2], state[0].double()) < 1e-6 and torch.equal(pool[:2], before[:2])
+        with pytest.raises(ValueError, match="null_index is 'zero'; expected one of"):
+            run(**given, state_pool=pool, initial_state_indices=slots, null_index="zero")
 
 
 @pytest.mark.parametrize("call", [KdaCall(lens=(130, 10, 128, 0)), KdaCall(T=192, B=2)], ids=str)
@@ -66,6 +93,41 @@ def test_checkpoints_are_states_inside_the_prompt(backend, device, call):
             assert relative_error(buffer[row], reference.kda(**part)[1][0]) < 1e-5
             row += 1
     assert bool(buffer[row:].isnan().all()), "rows beyond the checkpoints are untouched"
+
+
+@pytest.mark.parametrize("call", [KdaCall(lens=(130, 10, 128, 0, 70)), KdaCall(T=192, B=2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_checkpoints_at_offsets_are_one_state_a_sequence(backend, device, call, dtype):
+    """Of whole chunks, up to the end of a sequence; a row without one is left as it is."""
+    tensors = call.tensors(device)
+    lengths = [call.T] * call.B if call.lens is None else list(call.lens)
+    at = [128, 0, 128, 0, 64] if call.lens else [64, 192]
+    buffer = torch.full((len(lengths), call.HV, call.V, call.K), float("nan"), dtype=dtype, device=device)
+    offsets = torch.tensor(at, dtype=torch.int32, device=device)
+    o, state = cula.cula_kda(**tensors, checkpoint_offsets=offsets, checkpoint_states=buffer, backend=backend)
+    assert state is None and torch.equal(o, cula.cula_kda(**tensors, backend=backend)[0])
+    for n, tokens in enumerate(at):
+        b, start = (n, 0) if call.lens is None else (0, sum(lengths[:n]))
+        part = {k: t[b : b + 1, start : start + tokens] if k in TOKENS else t for k, t in tensors.items()}
+        part |= {"cu_seqlens": None, "initial_state": tensors["initial_state"][n : n + 1]}
+        if tokens:
+            assert relative_error(buffer[n], reference.kda(**part)[1][0]) < (1e-5 if dtype == torch.float32 else 5e-4)
+        else:
+            assert bool(buffer[n].isnan().all())
+
+
+def test_checkpoints_beside_intermediate_states_and_a_pool():
+    """All that a call may write and return, at once."""
+    call = KdaCall(T=130, B=2, initial_state=False)
+    t, pool = call.tensors(), torch.randn(3, 2, 32, 32)
+    before, kept, slots = pool.clone(), torch.zeros(4, 2, 32, 32), torch.tensor([2, 0])
+    more = {"return_intermediate_states": True, "output_final_state": True}
+    want = cula.cula_kda(**t | {"initial_state": before[slots]}, **more)
+    found = cula.cula_kda(**t, state_pool=pool, initial_state_indices=slots, checkpoint_every=64, checkpoint_states=kept, **more)
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(pool[slots], found[1]) and torch.equal(pool[1], before[1])
+    assert torch.equal(kept.view(2, 2, 2, 32, 32), found[2][:, 1:])
 
 
 def test_out_takes_the_result(backend, device):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -182,6 +183,15 @@ def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> Non
         raise ValueError(f"{who}: {name} is {given!r}; expected one of {list(known)}")
 
 
+def is_null_nonpositive(who: str, null_index: str) -> bool:
+    """Whether slot 0 marks padding too; ValueError for an unknown word."""
+    try:
+        return NULL_INDICES[null_index]
+    except (KeyError, TypeError):
+        check_choice(who, "null_index", null_index, tuple(NULL_INDICES))
+        raise
+
+
 def refuse_transforms(who: str) -> None:
     """NotImplementedError inside of `torch.func`'s transforms, whose tensors have no memory that a kernel could read."""
     if torch._C._are_functorch_transforms_active():
@@ -210,6 +220,12 @@ def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backen
         meant = f"; did you mean {near[0]!r}?" if near else ""
         takes = f"the options {', '.join(options)}" if options else "no options of its own"
         raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend {backend!r} takes {takes})")
+
+
+def has_contiguous_slots(state: Tensor) -> bool:
+    """Each slot [HV, V, K] is contiguous; from one to the next may be anything."""
+    _, HV, V, K = state.shape
+    return HV * V * K == 0 or state.stride()[1:] == (V * K, K, 1)
 
 
 def has_aligned_slots(state: Tensor) -> bool:

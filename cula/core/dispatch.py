@@ -120,6 +120,7 @@ class Choice:
     how: str | None = None  # what the backend would do with it, where it says; `cula.explain` asks
     backward: Choice | None = None  # where a gradient is needed
     pool: str | None = None  # a prefill's pool: IN_PLACE, or why it is read and written around the kernel
+    checkpoints: str | None = None  # the same of states that are kept
 
     @property
     def name(self) -> str:
@@ -135,6 +136,8 @@ class Choice:
         lines += [f"  {self.how}"] if self.how else []
         if self.pool is not None:
             lines.append(f"  the pool is read and written {self.pool}")
+        if self.checkpoints is not None:
+            lines.append(f"  checkpoints are written {self.checkpoints}")
         lines += [f"  passed over {name}: {reason}" for name, reason in self.passed_over]
         if self.backward is not None:
             lines += [str(self.backward)]
@@ -165,24 +168,27 @@ def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True
     """The whole choice of a prefill: forward, backward where a gradient is needed, and how its pool is handled."""
     family = problem.family
     forward = choose(f"{family}_fwd", problem, backend, may_run)
-    backward, pool = None, None
+    backward = pool = checkpoints = None
     if problem.needs_grad:  # now, so that a missing one is not a surprise inside autograd
         backward = choose(f"{family}_bwd", problem, backend, may_run)
     if problem.pool_dtype is not None:
-        reason = _why_not_in_place(forward.backend, problem)
-        pool = IN_PLACE if reason is None else f"around the kernel: {reason}"
-    return _logged(Choice(forward.op, forward.backend, forward.passed_over, None, backward, pool))
+        pool = _in_place(forward.backend, problem, "pool")
+    if problem.checkpoint_dtype is not None:
+        checkpoints = _in_place(forward.backend, problem, "checkpoints")
+    return _logged(Choice(forward.op, forward.backend, forward.passed_over, None, backward, pool, checkpoints))
 
 
 def choose_decode(problem: DecodeProblem, backend: str = "auto", may_run: bool = True) -> Choice:
     return _logged(choose(f"{problem.family}_decode", problem, backend, may_run))
 
 
-def _why_not_in_place(backend: Backend, problem: Problem) -> str | None:
-    if backend.find(problem.family, f"{problem.family}_fwd_pool") is None:
-        return f"{backend.name} has no kernel that does it"
-    of_kernel = backend.find(problem.family, "pool_why_not")
-    return None if of_kernel is None else of_kernel(problem)
+def _in_place(backend: Backend, problem: Problem, what: str) -> str:
+    """Who reads and writes a call's "pool" or "checkpoints": IN_PLACE, or why not."""
+    if backend.find(problem.family, f"{problem.family}_fwd_{what}") is None:
+        return f"around the kernel: {backend.name} has no kernel that does it"
+    of_kernel = backend.find(problem.family, f"{what}_why_not")
+    reason = None if of_kernel is None else of_kernel(problem)
+    return IN_PLACE if reason is None else f"around the kernel: {reason}"
 
 
 def _candidates(op: str, backend: str) -> list[Backend]:

@@ -12,8 +12,13 @@ A backend is a package under `cula/ops/` with a module for each family that it s
 | `kda_state_grad(problem, x, do, dht=None)`      | `d_initial_state` and nothing else                               |
 | `kda_fwd_pool(problem, x, pool, out=None)`      | o; states come from a pool's slots and go there                  |
 | `pool_why_not(problem)`                         | why `kda_fwd_pool` does not serve a call, or None                |
+| `kda_fwd_checkpoints(problem, x, pool,`         | `Forward`; keeps states inside of the sequences. The pool is     |
+| `checkpoints, out=None)`                        | None, or read and written as by `kda_fwd_pool`                   |
+| `checkpoints_why_not(problem)`                  | why it does not serve a call, or None                            |
 | `record_kda_fwd(problem, x, out)`,              | a `LaunchRecord` for calls like this one, or None                |
-| `record_kda_fwd_pool(problem, x, pool, out)`    |                                                                  |
+| `record_kda_fwd_pool(problem, x, pool, out)`,   |                                                                  |
+| `record_kda_fwd_checkpoints(problem, x, pool,`  |                                                                  |
+| `checkpoints, out)`                             |                                                                  |
 | `record_kda_bwd(problem, x, saved, do, dht)`    | the same for a backward; takes x, what was saved, do and dht     |
 | `kda_decode(problem, x)`                        | `o [N, T, HV, V]`; writes x.state, x.intermediate_states, x.out  |
 | `record_kda_decode(problem, x, given)`          | a `LaunchRecord` for calls like this one, or None                |
@@ -48,5 +53,20 @@ class Pool(NamedTuple):
     """The slots that a prefill reads its first states from and leaves its last ones in."""
 
     states: Tensor  # [P, HV, V, K]
-    indices: Tensor  # [N]; a negative one starts at zero and writes nothing
+    indices: Tensor  # [N]; one that is null starts at zero and writes nothing
     has_initial_state: Tensor | None  # [N] bool; False starts from zero and still writes the slot
+    null_is_nonpositive: bool = False  # index 0 is null, as negative ones always are
+
+    @property
+    def first_slot(self) -> int:
+        """The least index that is not null."""
+        return int(self.null_is_nonpositive)
+
+
+class Checkpoints(NamedTuple):
+    """States inside of the sequences, and where they are kept: behind every so many tokens, one row after the other, or one for
+    each sequence. Where there is no such state the rows are left as they are."""
+
+    states: Tensor  # [M, HV, V, K]
+    every: int | None  # tokens, whole chunks
+    offsets: Tensor | None  # [N] int32: row n is the state behind so many tokens of sequence n, whole chunks; 0: none

@@ -150,7 +150,7 @@ _COMMON = "str? device, str backend, str who, bool needs_grad"
 NUM_COMMON = 4
 _SERVING = (
     "Tensor(a!)? out, Tensor(b!)? state_pool, Tensor? initial_state_indices, Tensor? has_initial_state, "
-    "Tensor(c!)? checkpoint_states, int? checkpoint_every"
+    "Tensor(c!)? checkpoint_states, Tensor? checkpoint_offsets, int? checkpoint_every"
 )
 
 

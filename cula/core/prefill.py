@@ -28,6 +28,7 @@ from cula.core.explain import explained, is_explaining
 from cula.core.family import Family
 from cula.core.pool import (
     Serving,
+    check_checkpoint_values,
     check_checkpoints,
     check_serving,
     check_slot_values,
@@ -64,8 +65,8 @@ def call_prefill(
 ) -> Any:
     """`prefill` for functions of level 1: takes plain tuples, of the family's `Inputs` and `Serving` together and of its
     `Options`, so that a call seen before makes no others."""
-    if not (extra or checkpoint_every or tensors[-1] is not None or is_dynamo_compiling() or is_explaining.get()):
-        done = family.replay.run(tensors, (options, device, backend))
+    if not (extra or is_dynamo_compiling() or is_explaining.get()):
+        done = family.replay.run(tensors, (options, checkpoint_every, device, backend))
         if done is not None and done is not NotImplemented:
             return done
     count = len(family.Inputs._fields)
@@ -109,8 +110,8 @@ def prefill(
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
     tensors = x + serving
     static_args = None
-    if not (extra or checkpoint_every or serving.checkpoint_states is not None or is_explaining.get()):
-        static_args = (options, device, backend)
+    if not (extra or is_explaining.get()):
+        static_args = (options, checkpoint_every, device, backend)
         done = family.replay.run(tensors, static_args)
         if done is None:  # its record does not fit, and stays as it is
             static_args = None
@@ -158,7 +159,10 @@ def describe(
     Args:
         trains: what the problem is to say of gradients; None to read it off the tensors, which an operator's fake cannot.
     """
-    keeps_checkpoints = serving.checkpoint_states is not None or checkpoint_every is not None
+    checkpoints = serving.checkpoints(checkpoint_every)
+    keeps_checkpoints = checkpoints is not None or checkpoint_every is not None
+    if checkpoints is None and serving.checkpoint_offsets is not None:
+        raise ValueError(f"{who}: checkpoint_offsets needs checkpoint_states [N, HV, V, K], which take the states")
     if keeps_checkpoints and not family.keeps_states:
         raise TypeError(f"{who}: checkpoint_every and checkpoint_states are not arguments of this family")
     of_kernel = options
@@ -171,7 +175,7 @@ def describe(
         problem = replace(problem, needs_grad=trains)
     checks.check_device_argument(device, x.q, who)
     check_serving(serving, problem, x.q, who)
-    check_checkpoints(checkpoint_every, serving.checkpoint_states, problem, who)
+    check_checkpoints(checkpoints, checkpoint_every, problem, x.q, who)
     if problem.needs_grad and getattr(options, "return_intermediate_states", False):
         raise ValueError(
             f"{who}: return_intermediate_states=True is for inference, but an input requires grad; "
@@ -180,6 +184,10 @@ def describe(
     if serving.state_pool is not None:
         pool = serving.state_pool
         problem = replace(problem, pool_dtype=pool.dtype, has_aligned_slots=checks.has_aligned_slots(pool))
+    if checkpoints is not None:
+        kept = checkpoints.states
+        is_aligned = checks.has_contiguous_slots(kept) and checks.has_aligned_slots(kept)
+        problem = replace(problem, checkpoint_dtype=kept.dtype, has_aligned_checkpoints=is_aligned)
     return Request(family, problem, normalised, serving, options, checkpoint_every, who)
 
 
@@ -191,42 +199,71 @@ def check_values(request: Request) -> None:
     elif x.q.device.type != "cpu":
         return
     checks.check_cu_seqlens_values(x.cu_seqlens, x.q, who)
-    check_slot_values(request.serving, who)
+    check_slot_values(request.serving.pool(request.options), who)
+    check_checkpoint_values(request.serving.checkpoints(request.checkpoint_every), request.problem, x.cu_seqlens, who)
 
 
 def execute(request: Request, choice: Choice) -> Any:
-    """Run the chosen kernels."""
+    """Run the chosen kernels. What they do not do to a pool and to checkpoints themselves is done around them."""
     family, p, x, serving, options, every, who = request
-    pool, out, buffer = serving.pool, serving.out, serving.checkpoint_states
-    rows = [] if every is None or buffer is None else checkpoint_rows(every, buffer, p, x.cu_seqlens, who)
+    out, pool, kept = serving.out, serving.pool(options), serving.checkpoints(every)
+    has_pool, has_checkpoints = _served_by_kernel(request, choice)
+    rows = None if kept is None or has_checkpoints else checkpoint_rows(kept, p, x.cu_seqlens, who)
+    kernel = lambda suffix: choice.backend.load(family.name, f"{family.name}_{suffix}")
     states = None
     with running_on(x.q):
         if p.needs_grad:
             o, final_state = operator.Attention.apply(p, choice, type(x), *x)
-        elif pool is not None and choice.pool == IN_PLACE and not options.output_final_state:
-            o, final_state = choice.backend.load(family.name, f"{family.name}_fwd_pool")(p, x, pool, out), None
+        elif has_pool and kept is None:
+            o, final_state = kernel("fwd_pool")(p, x, pool, out), None
         else:
-            if pool is not None:
-                x = x._replace(initial_state=read_pool(pool))
-            o, final_state, states, _ = choice.backend.load(family.name, f"{family.name}_fwd")(p, x, out)
-            if pool is not None:
-                write_pool(pool, final_state)
-            if buffer is not None:
-                write_checkpoints(buffer, rows, states, final_state)
+            around = None if has_pool else pool
+            if around is not None:
+                x = x._replace(initial_state=read_pool(around))
+            if has_checkpoints:
+                asked = _as_asked(p, options, around is not None)
+                made = kernel("fwd_checkpoints")(asked, x, pool if has_pool else None, kept, out)
+            else:
+                made = kernel("fwd")(p, x, out)
+            o, final_state, states, _ = made
+            if around is not None:
+                write_pool(around, final_state)
+            if kept is not None and not has_checkpoints:
+                write_checkpoints(kept, rows, p, x.cu_seqlens, states, final_state)
     final_state = final_state if options.output_final_state else None
     return (o, final_state, states) if getattr(options, "return_intermediate_states", False) else (o, final_state)
 
 
+def _served_by_kernel(request: Request, choice: Choice) -> tuple[bool, bool]:
+    """Whether the chosen kernels read and write the call's pool, and whether they write its checkpoints. A kernel writes the last
+    states once, and states inside of sequences once."""
+    options, serving = request.options, request.serving
+    has_checkpoints = serving.checkpoint_states is not None and choice.checkpoints == IN_PLACE
+    has_checkpoints = has_checkpoints and not getattr(options, "return_intermediate_states", False)
+    has_pool = serving.state_pool is not None and choice.pool == IN_PLACE and not options.output_final_state
+    return has_pool and (has_checkpoints or serving.checkpoint_states is None), has_checkpoints
+
+
+def _as_asked(problem: Problem, options: Any, wants_last: bool) -> Problem:
+    """The problem for kernels that write checkpoints: with what the caller asked for, not with what checkpoints are else taken
+    from; with last states for a pool around them."""
+    return replace(problem, options=options._replace(output_final_state=options.output_final_state or wants_last))
+
+
 def _launch_record(request: Request, choice: Choice) -> Any:
     """The backend's record of a call, where it makes one for it."""
-    name, pool, out = request.family.name, request.serving.pool, request.serving.out
-    if pool is None:
-        make = choice.backend.find(name, f"record_{name}_fwd")
-        return None if make is None else make(request.problem, request.x, out)
-    if choice.pool != IN_PLACE or request.options.output_final_state:
+    name, serving, problem, x = request.family.name, request.serving, request.problem, request.x
+    pool, kept = serving.pool(request.options), serving.checkpoints(request.checkpoint_every)
+    has_pool, has_checkpoints = _served_by_kernel(request, choice)
+    if (pool is not None and not has_pool) or (kept is not None and not has_checkpoints):
         return None
-    make = choice.backend.find(name, f"record_{name}_fwd_pool")
-    return None if make is None else make(request.problem, request.x, pool, out)
+    suffix = "_checkpoints" if kept is not None else "_pool" if pool is not None else ""
+    make = choice.backend.find(name, f"record_{name}_fwd{suffix}")
+    if make is None:
+        return None
+    if kept is not None:
+        return make(_as_asked(problem, request.options, False), x, pool, kept, serving.out)
+    return make(problem, x, serving.out) if pool is None else make(problem, x, pool, serving.out)
 
 
 def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -> Any:

@@ -41,6 +41,8 @@ class Problem:
     grads: tuple[str, ...] = ()  # names of the inputs that need a gradient
     pool_dtype: torch.dtype | None = None  # of `state_pool`; None: the call has none
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
+    checkpoint_dtype: torch.dtype | None = None  # of `checkpoint_states`; None: the call has none
+    has_aligned_checkpoints: bool = True  # its rows are contiguous and begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)

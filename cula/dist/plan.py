@@ -14,6 +14,7 @@ from torch import Tensor
 from cula.core import checks
 from cula.core.dispatch import choose
 from cula.core.family import Family
+from cula.core.pool import Serving
 from cula.core.problem import needs_grad
 from cula.dist import handshake
 from cula.dist.call import Call, next_number, run
@@ -23,7 +24,7 @@ from cula.dist.varlen import SP_MODES, Layout, batch_layout, host_offsets, packe
 
 CP_MODES = ("auto", "ring", "scan")
 EXCHANGES = ("ring", "chain", "gather")
-SERVING = ("state_pool", "initial_state_indices", "has_initial_state", "checkpoint_every", "checkpoint_states", "out")
+SERVING = (*Serving._fields, "checkpoint_every")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from cula.core.checks import is_null_nonpositive
 from cula.core.prefill import call_prefill
 from cula.gdn.family import FAMILY
 
@@ -31,8 +32,10 @@ class GdnKeywords(TypedDict, total=False):
     state_pool: Tensor | None
     initial_state_indices: Tensor | None
     has_initial_state: Tensor | None
+    null_index: Literal["negative", "nonpositive"]
     checkpoint_every: int | None
     checkpoint_states: Tensor | None
+    checkpoint_offsets: Tensor | None
     out: Tensor | None
     disable_recompute: bool
     device: torch.device | str | None
@@ -85,8 +88,10 @@ def cula_gdn(
     state_pool: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    null_index: Literal["negative", "nonpositive"] = "negative",
     checkpoint_every: int | None = None,
     checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     out: Tensor | None = None,
     disable_recompute: bool = False,
     return_intermediate_states: bool = False,
@@ -117,12 +122,10 @@ def cula_gdn(
         use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`.
         allow_neg_eigval: beta is `2 * sigmoid(beta)`.
         cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1); int32 or int64.
-        state_pool: `[P, HV, V, K]` fp32 or bf16; sequence n starts from slot `initial_state_indices[n]` and leaves its
-            last state there (inference only). A negative index starts at zero and writes nothing.
-        initial_state_indices: `[N]` int32 or int64.
-        has_initial_state: `[N]` bool; False starts from zero and still writes the slot.
-        checkpoint_every: keep the state after every so many tokens of a sequence (a multiple of 64), for prefix caches.
-        checkpoint_states: `[M, HV, V, K]` buffer for them; sequence n has `length // checkpoint_every` rows, in order.
+        state_pool: `[P, HV, V, K]` fp32, bf16 or fp16; sequence n starts from slot `initial_state_indices[n]` and leaves
+            its last state there (inference only). A null index starts at zero and writes nothing.
+        initial_state_indices, has_initial_state, null_index: as in `cula_kda`.
+        checkpoint_every, checkpoint_states, checkpoint_offsets: states inside of a prompt, as in `cula_kda`.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
         disable_recompute: keep the chunk states for the backward instead of making them again.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).
@@ -144,10 +147,11 @@ def cula_gdn(
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,  # GdnInputs
-        out, state_pool, initial_state_indices, has_initial_state, checkpoint_states,  # Serving
+        out, state_pool, initial_state_indices, has_initial_state, checkpoint_states, checkpoint_offsets,  # Serving
     )  # fmt: skip
     options = (
         scale, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         output_final_state, return_intermediate_states, disable_recompute,
+        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index),
     )  # fmt: skip
     return call_prefill(FAMILY, tensors, options, checkpoint_every, device, backend, kwargs)

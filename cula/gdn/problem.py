@@ -71,6 +71,7 @@ class GdnOptions(NamedTuple):
     output_final_state: bool = False
     return_intermediate_states: bool = False
     disable_recompute: bool = False
+    null_is_nonpositive: bool = False  # `null_index="nonpositive"`
 
 
 @dataclass(frozen=True, kw_only=True)

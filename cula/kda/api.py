@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from cula.core.checks import is_null_nonpositive
 from cula.core.cp_context import from_cp_context
 from cula.core.pool import Serving
 from cula.core.prefill import call_prefill
@@ -38,8 +39,10 @@ class KdaKeywords(TypedDict, total=False):
     state_pool: Tensor | None
     initial_state_indices: Tensor | None
     has_initial_state: Tensor | None
+    null_index: Literal["negative", "nonpositive"]
     checkpoint_every: int | None
     checkpoint_states: Tensor | None
+    checkpoint_offsets: Tensor | None
     out: Tensor | None
     backend: str
     cp_context: Any
@@ -96,8 +99,10 @@ def cula_kda(
     state_pool: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    null_index: Literal["negative", "nonpositive"] = "negative",
     checkpoint_every: int | None = None,
     checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
     cp_context: Any = None,
@@ -132,12 +137,17 @@ def cula_kda(
         dt_bias: `[HV, K]` or `[HV * K]` (`[HV]` with one gate a head), in the same dtypes, or None.
         use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`.
         allow_neg_eigval: beta is `2 * sigmoid(beta)`.
-        state_pool: `[P, HV, V, K]` fp32 or bf16; sequence n starts from slot `initial_state_indices[n]` and leaves its
-            last state there (inference only). A negative index starts at zero and writes nothing.
+        state_pool: `[P, HV, V, K]` fp32, bf16 or fp16; sequence n starts from slot `initial_state_indices[n]` and leaves
+            its last state there (inference only). A null index starts at zero and writes nothing.
         initial_state_indices: `[N]` int32 or int64.
         has_initial_state: `[N]` bool; False starts from zero and still writes the slot.
+        null_index: "negative", or "nonpositive" where index 0 is null too.
         checkpoint_every: keep the state after every so many tokens of a sequence (a multiple of 64), for prefix caches.
-        checkpoint_states: `[M, HV, V, K]` buffer for them; sequence n has `length // checkpoint_every` rows, in order.
+        checkpoint_states: `[M, HV, V, K]` buffer for them, fp32, bf16 or fp16; sequence n has `length // checkpoint_every`
+            rows, in order. On a GPU the lengths of packed sequences are not read back: checkpoints beyond its M rows are
+            not kept, and `CULA_CHECK=1` raises.
+        checkpoint_offsets: `[N]` int32, instead of `checkpoint_every`: row n of `checkpoint_states` takes the state after
+            so many tokens of sequence n, a multiple of 64; 0 leaves the row as it is.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
         backend: force a backend by name; "auto" takes the best that can.
         cp_context: flash-linear-attention's context-parallel context; deprecated, use `cula.dist.cula_kda_cp`.
@@ -157,11 +167,12 @@ def cula_kda(
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,  # KdaInputs
-        out, state_pool, initial_state_indices, has_initial_state, checkpoint_states,  # Serving
+        out, state_pool, initial_state_indices, has_initial_state, checkpoint_states, checkpoint_offsets,  # Serving
     )  # fmt: skip
     options = (
         scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         output_final_state, return_intermediate_states, disable_recompute,
+        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index),
     )  # fmt: skip
     if cp_context is not None:
         x, serving = KdaInputs(*tensors[:9]), Serving(*tensors[9:])

@@ -57,6 +57,7 @@ class KdaOptions(NamedTuple):
     output_final_state: bool = False
     return_intermediate_states: bool = False
     disable_recompute: bool = False
+    null_is_nonpositive: bool = False  # `null_index="nonpositive"`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from cula.core.checks import is_null_nonpositive
 from cula.core.constants import CHUNK
 from cula.core.prefill import call_prefill
 from cula.lightning.family import FAMILY
@@ -28,6 +29,7 @@ def cula_lightning(
     chunk_size: int = CHUNK,
     device: torch.device | str | None = None,
     has_initial_state: Tensor | None = None,
+    null_index: Literal["negative", "nonpositive"] = "negative",
     out: Tensor | None = None,
     backend: str = "auto",
     **kwargs: Any,
@@ -46,12 +48,13 @@ def cula_lightning(
         initial_state: `[N, HV, V, K]` float32; zeros by default.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1); int32 or int64.
-        state_pool: `[P, HV, V, K]` fp32 or bf16; sequence n starts from slot `initial_state_indices[n]` and leaves its
-            last state there (inference only). A negative index starts at zero and writes nothing.
+        state_pool: `[P, HV, V, K]` fp32, bf16 or fp16; sequence n starts from slot `initial_state_indices[n]` and leaves
+            its last state there (inference only). A null index starts at zero and writes nothing.
         initial_state_indices: `[N]` int32 or int64.
         chunk_size: tokens handled at once, a power of two from 16 to 256; the result does not depend on it.
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
         has_initial_state: `[N]` bool; False starts from zero and still writes the slot.
+        null_index: "negative", or "nonpositive" where index 0 is null too.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
         backend: force a backend by name; "auto" takes the best that can.
         **kwargs: options of the chosen backend; any other keyword is a TypeError.
@@ -69,6 +72,7 @@ def cula_lightning(
     """
     tensors = (
         Q, K, V, decay, initial_state, cu_seqlens,  # LightningInputs
-        out, state_pool, initial_state_indices, has_initial_state, None,  # Serving
+        out, state_pool, initial_state_indices, has_initial_state, None, None,  # Serving
     )  # fmt: skip
-    return call_prefill(FAMILY, tensors, (scale, chunk_size, output_final_state), None, device, backend, kwargs)
+    is_null = null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index)
+    return call_prefill(FAMILY, tensors, (scale, chunk_size, output_final_state, is_null), None, device, backend, kwargs)

@@ -34,6 +34,7 @@ class LightningOptions(NamedTuple):
     scale: float | None = None  # None: K ** -0.5
     chunk_size: int = CHUNK
     output_final_state: bool = False
+    null_is_nonpositive: bool = False  # `null_index="nonpositive"`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,43 @@ KDA_CASES = {
         ValueError,
         ("checkpoint_every", "63", "64"),
     ),
+    "checkpoints nobody says which": (
+        {"checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        ValueError,
+        ("one of", "neither was given"),
+    ),
+    "checkpoints by two rules": (
+        {"checkpoint_every": 64, "checkpoint_offsets": torch.zeros(1).int(), "checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_every", "checkpoint_offsets", "both were given"),
+    ),
+    "offsets without a buffer": ({"checkpoint_offsets": torch.zeros(1).int()}, ValueError, ("checkpoint_states",)),
+    "offsets in int64": (
+        {"checkpoint_offsets": torch.zeros(1).long(), "checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        TypeError,
+        ("checkpoint_offsets", "int64", "int32"),
+    ),
+    "offsets of other sequences": (
+        {"checkpoint_offsets": torch.zeros(2).int(), "checkpoint_states": torch.zeros(2, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_offsets", "[2]", "[N]"),
+    ),
+    "an offset inside of a chunk": (
+        {"checkpoint_offsets": torch.tensor([5]).int(), "checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_offsets[0] is 5", "a multiple of 64"),
+    ),
+    "an offset behind the end": (
+        {"checkpoint_offsets": torch.tensor([64]).int(), "checkpoint_states": torch.zeros(1, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_offsets[0] is 64", "the 6 tokens of the sequence"),
+    ),
+    "too few rows for offsets": (
+        {"checkpoint_offsets": torch.zeros(1).int(), "checkpoint_states": torch.zeros(0, 4, 16, 8)},
+        ValueError,
+        ("checkpoint_states has 0 rows", "1 checkpoints"),
+    ),
+    "null indices by another word": ({"null_index": "zero"}, ValueError, ("null_index", "'zero'", "nonpositive")),
 }
 
 

@@ -17,7 +17,7 @@ from cula.lightning.problem import LightningInputs, LightningOptions
 from cula.ops.cute.toolchain import loader
 from tests.support.calls import KdaCall
 
-BF16 = torch.bfloat16
+BF16, ONE = torch.bfloat16, torch.ones(1, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -39,17 +39,26 @@ def kda_request(serving=prefill.NOTHING_TO_SERVE, every=None):
 
 
 def test_checkpoints_are_part_of_the_choice(on_hopper):
-    """The fast kernel does not keep them, so another one is named, which is the one that the call takes."""
-    assert on_hopper(kda_request()).name == "cute_sm90"
-    choice = on_hopper(kda_request(Serving(checkpoint_states=torch.zeros(2, 2, 128, 128)), 64))
-    assert choice.name == "triton"
-    assert dict(choice.passed_over)["cute_sm90"] == "does not return intermediate states"
+    assert on_hopper(kda_request()).checkpoints is None
+    buffer = torch.zeros(2, 2, 128, 128)
+    for serving, every in (
+        (Serving(checkpoint_states=buffer), 64),
+        (Serving(checkpoint_states=buffer, checkpoint_offsets=ONE), None),
+    ):
+        choice = on_hopper(kda_request(serving, every))
+        assert choice.name == "cute_sm90"
+        assert choice.checkpoints == IN_PLACE and "checkpoints are written by the kernel, in place" in str(choice)
+    apart = torch.zeros(2, 128, 2, 128).transpose(1, 2)
+    choice = on_hopper(kda_request(Serving(checkpoint_states=apart), 64))
+    assert choice.checkpoints.startswith("around the kernel: it writes states in pairs, and rows of checkpoint_states are not")
 
 
 def test_how_a_pool_is_handled_is_part_of_the_choice(on_hopper):
     pool = Serving(state_pool=torch.zeros(3, 2, 128, 128), initial_state_indices=torch.tensor([1]))
     choice = on_hopper(kda_request(pool))
-    assert choice.pool == "around the kernel: cute_sm90 has no kernel that does it"
+    assert choice.pool == IN_PLACE and choice.checkpoints is None
+    odd = Serving(state_pool=torch.zeros(3 * 2 * 128 * 128 + 1)[1:].view(3, 2, 128, 128), initial_state_indices=torch.tensor([1]))
+    assert on_hopper(kda_request(odd)).pool.startswith("around the kernel: it reads states in pairs")
     q = torch.randn(1, 64, 2, 128).to(BF16)
     request = prefill.describe(LIGHTNING, LightningInputs(q, q, q, torch.ones(2)), LightningOptions(), pool, None, None, "test")
     choice = on_hopper(request)

@@ -12,6 +12,7 @@ import numpy as np
 from tools.ptx.barriers import Barriers
 from tools.ptx.copies import Copies
 from tools.ptx.instruction import BRANCHES, SPECIAL_REGISTERS
+from tools.ptx.operations import behind
 from tools.ptx.registers import Views
 from tools.ptx.tcgen05 import TensorMemory
 from tools.ptx.values import F32, GMEM_BASE, S32, S64, SMEM_BASE, U16, U32, U64, SimulationError, Unsupported
@@ -296,7 +297,7 @@ class Block:
         if not operand.base.startswith("%"):
             return np.full(32, self.program.literal(operand.base) + operand.offset, S64)
         file, n = self.program.registers[operand.base]
-        return self.registers[file][n, 32 * warp : 32 * warp + 32].astype(S64) + operand.offset
+        return behind(self.registers[file][n, 32 * warp : 32 * warp + 32], operand.offset)
 
     def uniform(self, values, lanes, what):
         """The one value that all active lanes hold."""

@@ -130,10 +130,16 @@ def to_integer(x, out, rounding):
 # Memory.
 
 
+def behind(base, offset):
+    """Addresses some bytes behind those in registers. In registers of 32 bits sums wrap: a base may be below zero."""
+    a = base.astype(S64) + offset
+    return a & 0xFFFFFFFF if base.dtype.itemsize == 4 else a
+
+
 def addresses(v, m, base, offset):
     """The addresses of the active lanes."""
-    a = base.astype(S64)
-    a = a + offset if a.ndim else np.full(v.threads, a + offset)
+    a = behind(base, offset)
+    a = a if a.ndim else np.full(v.threads, a)
     return a if m is None else a[m]
 
 

@@ -18,26 +18,23 @@ CAPACITY = 1 << 16  # schedules
 ProblemT = TypeVar("ProblemT")
 
 
-def prefill_labels(
-    x: Any, out: Tensor | None, token_inputs: tuple[str, ...], is_packed: bool, has_pool: bool = False
-) -> tuple[tuple[int, ...] | None, ...]:
-    """Labels for the tensors of a call, in order: the family's inputs, and those of `Serving`: `out`, a pool and the slots of its
-    sequences, and two that such a call does not have."""
+def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool) -> tuple[tuple[int, ...] | None, ...]:
+    """Labels for the tensors of a call, in order: the family's inputs, and those of a `core.pool.Serving`."""
     of_tokens = (0, FIRST) if is_packed else (FIRST, SECOND)
     of_sequences = SECOND if is_packed else FIRST
 
     def labels(name: str, t: Tensor | None) -> tuple[int, ...] | None:
         if t is None:
             return None
-        if name in token_inputs:
+        if name in token_inputs or name == "out":
             return (*of_tokens, *(0,) * (t.dim() - 2))
         if name == "initial_state":
             return (of_sequences, 0, 0, 0)
+        if name in ("initial_state_indices", "has_initial_state", "checkpoint_offsets"):
+            return (of_sequences,)
         return (-of_sequences,) if name == "cu_seqlens" else None
 
-    of_out = None if out is None else (*of_tokens, 0, 0)
-    of_slots = (of_sequences,) if has_pool else None
-    return (*(labels(name, t) for name, t in zip(x._fields, x)), of_out, None, of_slots, None, None)
+    return tuple([labels(name, t) for of in (x, serving) for name, t in zip(of._fields, of)])
 
 
 def resized(problem: ProblemT, B: int, T: int, N: int) -> ProblemT:

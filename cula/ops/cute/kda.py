@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cula.core.constants import CHUNK
 from cula.core.dispatch import AnyProblem
-from cula.core.kernels import Forward
+from cula.core.kernels import Checkpoints, Forward, Pool
+from cula.core.pool import Serving
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
@@ -28,14 +29,31 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
-from cula.ops.cute.kda_abi import K, V
+from cula.ops.cute.kda_abi import K, Kept, V
 from cula.ops.cute.kda_schedule import Schedule, how, schedule_on
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
+from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_sources, state_tensors
+from cula.ops.cute.states_abi import StateKind
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
-__all__ = ["how", "kda_decode", "kda_fwd", "record_kda_decode", "record_kda_fwd", "run", "variant", "why_not"]
+__all__ = [
+    "checkpoints_why_not",
+    "how",
+    "kda_decode",
+    "kda_fwd",
+    "kda_fwd_checkpoints",
+    "kda_fwd_pool",
+    "pool_why_not",
+    "record_kda_decode",
+    "record_kda_fwd",
+    "record_kda_fwd_checkpoints",
+    "record_kda_fwd_pool",
+    "run",
+    "variant",
+    "why_not",
+]
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
@@ -60,10 +78,15 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
     if (p.B * p.T + CHUNK * p.N) * p.HV >= MOST_ROWS:
         return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
-    if p.options.return_intermediate_states:
-        return "does not return intermediate states"
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
+    return None
+
+
+def checkpoints_why_not(problem: KdaProblem) -> str | None:
+    """Why `kda_fwd_checkpoints` does not keep a call's states, as a sentence; None if it does."""
+    if not problem.has_aligned_checkpoints:
+        return "it writes states in pairs, and rows of checkpoint_states are not contiguous at multiples of 16 bytes"
     return None
 
 
@@ -79,15 +102,65 @@ def _kernel(problem: KdaProblem, schedule: Schedule) -> Any:
     return load(f"fused_{name}" if schedule.is_fused else name, target_of(problem.sm))
 
 
+class KeptStates(NamedTuple):
+    """States inside of the sequences, and which they are."""
+
+    states: Tensor  # [rows, HV, V, K]
+    mode: Kept
+    every: int  # chunks
+    offsets: Tensor | None  # [N] int32
+
+
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
-    """Outputs and, where asked for, the final state."""
-    ht = None
-    if problem.options.output_final_state:
-        ht = torch.empty((problem.N, problem.HV, V, K), dtype=torch.float32, device=x.q.device)
-    return Forward(run(problem, x, schedule_on(problem, x.q.device), ht, out), ht, None)
+    """Outputs and, where asked for, the final state and those at chunk starts."""
+    p, states, kept = problem, None, None
+    if p.options.return_intermediate_states:
+        chunks = p.B * -(-p.T // CHUNK) if x.cu_seqlens is None else int(((x.cu_seqlens.diff() + (CHUNK - 1)) // CHUNK).sum())
+        states = torch.empty((p.B, chunks // p.B, p.HV, V, K), dtype=torch.float32, device=x.q.device)
+        kept = KeptStates(states.flatten(0, 1), Kept.STARTS, 1, None)
+    ht = _final_state(p, x)
+    return Forward(run(p, x, schedule_on(p, x.q.device), ht, out, kept=kept), ht, states)
 
 
-def run(problem: KdaProblem, x: KdaInputs, schedule: Schedule, ht: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def kda_fwd_pool(problem: KdaProblem, x: KdaInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
+    """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
+    return run(problem, x, schedule_on(problem, x.q.device), None, out, pool)
+
+
+def kda_fwd_checkpoints(
+    problem: KdaProblem, x: KdaInputs, pool: Pool | None, checkpoints: Checkpoints, out: Tensor | None = None
+) -> Forward:
+    """Outputs and, where asked for, the final state; states inside of the sequences are kept, and first and last ones are those
+    of a pool, if there is one. For what `checkpoints_why_not` has nothing against."""
+    ht = None if pool is not None else _final_state(problem, x)
+    return Forward(run(problem, x, schedule_on(problem, x.q.device), ht, out, pool, _kept(checkpoints)), ht)
+
+
+def _kept(checkpoints: Checkpoints | None) -> KeptStates | None:
+    if checkpoints is None:
+        return None
+    states, every, offsets = checkpoints
+    if every is not None:
+        return KeptStates(states, Kept.EVERY, every // CHUNK, None)
+    assert offsets is not None
+    return KeptStates(states, Kept.OFFSETS, 0, offsets.contiguous())
+
+
+def _final_state(p: KdaProblem, x: KdaInputs) -> Tensor | None:
+    if not p.options.output_final_state:
+        return None
+    return torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=x.q.device)
+
+
+def run(
+    problem: KdaProblem,
+    x: KdaInputs,
+    schedule: Schedule,
+    ht: Tensor | None = None,
+    out: Tensor | None = None,
+    pool: Pool | None = None,
+    kept: KeptStates | None = None,
+) -> Tensor:
     """Launch with a given schedule; returns o."""
     p, device = problem, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
@@ -110,15 +183,16 @@ def run(problem: KdaProblem, x: KdaInputs, schedule: Schedule, ht: Tensor | None
         "A_log": no_A if x.A_log is None else x.A_log,
         "dt_bias": no_bias if x.dt_bias is None else x.dt_bias,
         "o": to,
-        "h0": x.initial_state,
-        "ht": ht,
         "cu": x.cu_seqlens,
+        **state_tensors(x.initial_state, ht, pool),
+        "kept": None if kept is None else kept.states,
+        "kept_offsets": None if kept is None else kept.offsets,
     }
     if not schedule.is_fused:
         tensors["workspace"] = torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
     abi = _abi(p, schedule)
     addresses = abi.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = abi.pack_numbers(_numbers(p, x, schedule, to, ht))
+    numbers = abi.pack_numbers(_numbers(p, x, schedule, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept))
     _kernel(p, schedule)(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -126,37 +200,59 @@ def run(problem: KdaProblem, x: KdaInputs, schedule: Schedule, ht: Tensor | None
 
 
 def record_kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> LaunchRecord | None:
-    """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
-    takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
-    p, device = problem, x.q.device
+    """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied, or
+    states at chunk starts are asked for, whose number depends on data. It takes those of x and then `out`, at addresses that TMA
+    can read, and makes o and the final state."""
+    return None if problem.options.return_intermediate_states else _record(problem, x, Serving(out), None, None)
+
+
+def record_kda_fwd_pool(problem: KdaProblem, x: KdaInputs, pool: Pool, out: Tensor | None) -> LaunchRecord | None:
+    """The same for `kda_fwd_pool`, of the tensors of x and then those of `Serving`."""
+    return _record(problem, x, Serving(out, *pool[:3]), pool, None)
+
+
+def record_kda_fwd_checkpoints(
+    problem: KdaProblem, x: KdaInputs, pool: Pool | None, checkpoints: Checkpoints, out: Tensor | None
+) -> LaunchRecord | None:
+    """The same for `kda_fwd_checkpoints`."""
+    if checkpoints.offsets is not None and not checkpoints.offsets.is_contiguous():
+        return None
+    serving = Serving(out) if pool is None else Serving(out, *pool[:3])
+    serving = serving._replace(checkpoint_states=checkpoints.states, checkpoint_offsets=checkpoints.offsets)
+    return _record(problem, x, serving, pool, _kept(checkpoints))
+
+
+def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, kept: KeptStates | None) -> LaunchRecord | None:
+    device, out = x.q.device, serving.out
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
-    ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
+    ht = None if pool is not None else _final_state(p, x)
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     schedule = schedule_on(p, device)
     no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
-    of = {name: i for i, name in enumerate(x._fields)}
+    of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
     sources: dict[str, Source | int | None] = {name: of[name] for name in ("q", "k", "v", "g", "beta")}
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
-    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"], "o": ~0, "ht": ~1}
+    sources |= {"cu": of["cu_seqlens"], "o": ~0, **state_sources(of, pool, ~1)}
+    sources |= {"kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
     work = None
     if not schedule.is_fused:
         sources["workspace"], work = ~2, workspace(device.index, schedule.workspace_bytes(p.HV))
-    numbers = _numbers(p, x, schedule, o, ht)
+    numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
     varying = tuple(_sizes(p, schedule))
     launch = record(_abi(p, schedule), _kernel(p, schedule), sources, numbers, varying)
-    outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    labels = prefill_labels(x, out, ("q", "k", "v", "g", "beta"), p.is_packed)
-    sizes = Sizes(labels, _resize(p, device, schedule.is_fused, out is None, len(x)))
+    outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht))
+    labels = prefill_labels(x, serving, ("q", "k", "v", "g", "beta"), p.is_packed)
+    sizes = Sizes(labels, _resize(p, device, schedule.is_fused, out is None, of["out"], ht is not None))
     return LaunchRecord(device.index, (launch,), outputs, work, sizes=sizes)
 
 
 def _resize(
-    p: KdaProblem, device: torch.device, is_fused: bool, makes_o: bool, place_of_out: int
+    p: KdaProblem, device: torch.device, is_fused: bool, makes_o: bool, place_of_out: int, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
     num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
-    has_ht, of_ht = p.options.output_final_state, (HV * V * K, V * K, K, 1)
+    of_ht = (HV * V * K, V * K, K, 1)
 
     def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
         """The schedule's arguments and the workspace; None where other kernels serve such a call."""
@@ -194,8 +290,21 @@ def _abi_of(is_fused: bool, has_scalar_gate: bool, g_dtype: torch.dtype) -> Abi:
     return kda_abi.of_gates(kda_abi.FUSED if is_fused else kda_abi.SPLIT, has_scalar_gate, g_dtype.itemsize)
 
 
-def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor, ht: Tensor | None) -> dict[str, int | float]:
-    """The arguments that are not addresses, by name."""
+def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
+    """The arguments about states that are kept, but for addresses, by name."""
+    if kept is None:
+        return {"kept_step": 0, "kept_kind": StateKind.F32, "kept_mode": Kept.NOTHING, "kept_every": 0, "kept_rows": 0}
+    return {
+        "kept_step": bytes_between(kept.states),
+        "kept_kind": KINDS[kept.states.dtype],
+        "kept_mode": kept.mode,
+        "kept_every": kept.every,
+        "kept_rows": kept.states.shape[0],
+    }
+
+
+def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float]:
+    """The other arguments that are not addresses, by name."""
     beta_top = 0.0
     if p.options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
@@ -221,8 +330,6 @@ def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor, ht: Ten
         "lower": p.options.lower_bound or 0.0,
         "beta_top": beta_top,
         "beta_bits": 8 * x.beta.element_size(),
-        "has_h0": int(x.initial_state is not None),
-        "has_ht": int(ht is not None),
     }
     return numbers | _sizes(p, schedule)
 

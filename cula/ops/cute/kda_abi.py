@@ -11,8 +11,13 @@ workspace are all made from these descriptions.
 | g                         | [T, HV, 128], or [T, HV] for one gate a head                                                    |
 | beta                      | [T, HV], of `beta_bits` bits: 32 or 16                                                          |
 | A_log, dt_bias            | [HV], and [HV, 128] or [HV]; float32                                                            |
-| h0, ht                    | [N, HV, 128 (V), 128 (K)], float32; there if `has_h0`, `has_ht`                                 |
+| h0, ht, read_from,        | first and last states: see `states_abi.py`                                                      |
+| write_to, has_state, ...  |                                                                                                 |
 | cu                        | [N + 1], where sequences begin; read if `length` is 0                                           |
+| kept                      | states inside of the sequences [kept_rows, HV, V, K], of a `StateKind`, `kept_kind`, and with   |
+|                           | `kept_step` bytes from row to row: which, says `kept_mode`, a `Kept`                            |
+| kept_offsets              | [N]: see `Kept.OFFSETS`                                                                         |
+| kept_every                | chunks from one state that is kept to the next                                                  |
 | *_token, *_head           | strides, in elements                                                                            |
 | lower, beta_top           | the bound of a gate; the largest beta that a raw one is activated to, 0 for one that is already |
 | length                    | tokens of every sequence, or 0 where `cu` has them                                              |
@@ -25,22 +30,37 @@ To hand over a tensor would cost the caller microseconds, so tensors are address
 
 from __future__ import annotations
 
+import enum
+
 from cula.core.constants import CHUNK
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
+from cula.ops.cute.states_abi import KINDS_OF_STATES, SLOTS, STEPS
 
 K = V = 128
+
+
+class Kept(enum.IntEnum):
+    """Which states inside of a sequence are kept. Rows are counted through the sequences."""
+
+    NOTHING = 0
+    STARTS = 1  # at the start of every chunk
+    EVERY = 2  # behind every `kept_every` whole chunks
+    OFFSETS = 3  # row n: behind the first `kept_offsets[n]` tokens of sequence n, whole chunks; 0 for none
+
 
 _TENSORS = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, o=TMA_BYTES, h0=16, ht=16, cu=4
 )  # fmt: skip
+_SLOTS = (*SLOTS, *addresses(kept=16, kept_offsets=4))
 _STRIDES = i64(*(f"{name}_{of}" for name in "qkvgo" for of in ("token", "head")), "beta_token")
+_STATES = (*STEPS, *i64("kept_step"), *KINDS_OF_STATES, *i32("kept_kind", "kept_mode", "kept_every", "kept_rows"))
 _PROBLEM = (*i32("T", "N", "H", "HV"), *f32("scale", "lower", "beta_top"), *i32("beta_bits", "has_h0", "has_ht", "length"))
 _SCHEDULE = i32(
     "halvings", "chunks", "segments", "per_segment", "per_chained_segment", "has_transitions", "helpers"
 )  # fmt: skip
 
-SPLIT = Abi("kda", _TENSORS, addresses(workspace=64), _STRIDES, _PROBLEM, _SCHEDULE)
-FUSED = Abi("fused_kda", _TENSORS, _STRIDES, _PROBLEM, i32("clusters"))
+SPLIT = Abi("kda", _TENSORS, _SLOTS, addresses(workspace=64), _STRIDES, _STATES, _PROBLEM, _SCHEDULE)
+FUSED = Abi("fused_kda", _TENSORS, _SLOTS, _STRIDES, _STATES, _PROBLEM, i32("clusters"))
 
 
 def of_gates(abi: Abi, has_scalar_gate: bool, g_bytes: int) -> Abi:

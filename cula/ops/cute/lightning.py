@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.core.checks import word
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
@@ -29,6 +28,7 @@ from cula.ops.cute.decode import record_decode as record_lightning_decode
 from cula.ops.cute.launch import record
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_schedule import Schedule, choose_schedule
+from cula.ops.cute.states import pool_why_not, state_numbers, state_sources, state_tensors
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
@@ -47,7 +47,6 @@ __all__ = [
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, num_seqs, length
-STATE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -59,15 +58,6 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     return None
 
 
-def pool_why_not(problem: LightningProblem) -> str | None:
-    """Why `lightning_fwd_pool` does not take a call's pool of states, as a sentence; None if it does."""
-    if problem.pool_dtype is not None and problem.pool_dtype not in STATE_DTYPES:
-        return f"it takes pools in float32 or bfloat16, and this one is in {word(problem.pool_dtype)}"
-    if not problem.has_aligned_slots:
-        return "it reads states in pairs, and slots of the pool do not begin at multiples of 16 bytes"
-    return None
-
-
 @functools.lru_cache(maxsize=1024)
 def _schedule_on(problem: LightningProblem, device: torch.device) -> Schedule:
     return choose_schedule(problem, sms_of(device))
@@ -76,41 +66,36 @@ def _schedule_on(problem: LightningProblem, device: torch.device) -> Schedule:
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """Outputs `[B, T, HV, V]` (written to `out` where given) and, where asked for, the final state `[N, HV, V, K]` float32."""
     ht = _final_state(problem, x)
-    return Forward(run(problem, x, _schedule_on(problem, x.q.device), x.initial_state, ht, out=out), ht)
+    return Forward(run(problem, x, _schedule_on(problem, x.q.device), ht, out), ht)
 
 
 def lightning_fwd_pool(problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
     """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
-    states, indices, has_initial_state = pool
-    write_to = indices.to(torch.int32).contiguous()
-    read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
-    return run(problem, x, _schedule_on(problem, x.q.device), states, states, read_from, write_to, out)
+    return run(problem, x, _schedule_on(problem, x.q.device), None, out, pool)
 
 
 def run(
     problem: LightningProblem,
     x: LightningInputs,
     schedule: Schedule,
-    h0: Tensor | None,
-    ht: Tensor | None,
-    read_from: Tensor | None = None,
-    write_to: Tensor | None = None,
+    ht: Tensor | None = None,
     out: Tensor | None = None,
+    pool: Pool | None = None,
 ) -> Tensor:
     """Launch with a given schedule; returns o."""
     device = x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
-    x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v))
-    h0 = h0 if h0 is None or write_to is not None else as_states(h0)  # a pool must do as it is
+    h0 = None if x.initial_state is None else as_states(x.initial_state)
+    x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v), initial_state=h0)
     seeds = None
     if schedule.segment:
         seeds = torch.empty((schedule.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "o": to, "decay": x.decay, "h0": h0, "ht": ht, "seeds": seeds}
-    tensors |= {"cu_seqlens": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "o": to, "decay": x.decay, "seeds": seeds, "cu_seqlens": x.cu_seqlens}
+    tensors |= state_tensors(h0, ht, pool)
     addresses = LIGHTNING.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = LIGHTNING.pack_numbers(_numbers(problem, x, schedule, to, h0, ht, write_to is not None))
-    for kernel in _kernels(schedule, h0 if h0 is not None else ht):
+    numbers = LIGHTNING.pack_numbers(_numbers(problem, x, schedule, to) | state_numbers(problem, h0, ht, pool))
+    for kernel in _kernels(schedule):
         kernel(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -120,49 +105,31 @@ def run(
 def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
     """A record of this call's launches, which serves calls of other lengths too; None if some tensors would have to be copied. It
     takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
-    p, device = problem, x.q.device
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    ht = _final_state(p, x)
-    if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
-        return None
-    sources: dict[str, int | None] = {"h0": x._fields.index("initial_state"), "ht": ~1, "read_from": None, "write_to": None}
-    return _record(p, x, sources, (x.initial_state, ht), o, out, ht)
+    return _record(problem, x, Serving(out), None)
 
 
 def record_lightning_fwd_pool(
     problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None
 ) -> LaunchRecord | None:
-    """The same for `lightning_fwd_pool`; None where the kernel cannot read the indices as they are."""
-    p, indices = problem, pool.indices
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.q.device) if out is None else out
-    is_readable = indices.dtype == torch.int32 and indices.is_contiguous() and pool.has_initial_state is None
-    if not is_readable or any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
+    """The same for `lightning_fwd_pool`, of the tensors of x and then those of `Serving`."""
+    return _record(problem, x, Serving(out, *pool[:3]), pool)
+
+
+def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Pool | None) -> LaunchRecord | None:
+    device, out = x.q.device, serving.out
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
+    ht = None if pool is not None else _final_state(p, x)
+    if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
-    states, slots = len(x) + Serving._fields.index("state_pool"), len(x) + Serving._fields.index("initial_state_indices")
-    sources: dict[str, int | None] = {"h0": states, "ht": states, "read_from": slots, "write_to": slots}
-    return _record(p, x, sources, (pool.states, pool.states), o, out, None)
-
-
-def _record(
-    p: LightningProblem,
-    x: LightningInputs,
-    of_states: dict[str, int | None],
-    states: tuple[Tensor | None, Tensor | None],
-    o: Tensor,
-    out: Tensor | None,
-    ht: Tensor | None,
-) -> LaunchRecord:
-    """A record whose states, first and last, come from where `of_states` says; ht is one that it makes."""
-    device, is_indexed = x.q.device, of_states["write_to"] is not None
-    schedule, of = _schedule_on(p, device), x._fields.index
-    sources = of_states | {name: of(name) for name in ("q", "k", "v", "decay", "cu_seqlens")}
-    sources |= {"o": ~0, "seeds": ~2 if schedule.segment else None}
-    numbers, varying = _numbers(p, x, schedule, o, *states, is_indexed), tuple(_sizes(p, schedule))
-    kernels = _kernels(schedule, states[0] if states[0] is not None else states[1])
-    launches = tuple(record(LIGHTNING, kernel, sources, numbers, varying) for kernel in kernels)
-    outputs = (form_of(o) if out is None else len(x), None if ht is None else form_of(ht))
-    labels = prefill_labels(x, out, ("q", "k", "v"), p.is_packed, is_indexed)
-    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, None if out is None else len(x), ht is not None))
+    schedule, of = _schedule_on(p, device), {name: i for i, name in enumerate((*x._fields, *serving._fields))}
+    sources: dict[str, int | None] = {name: of[name] for name in ("q", "k", "v", "decay", "cu_seqlens")}
+    sources |= {"o": ~0, "seeds": ~2 if schedule.segment else None, **state_sources(of, pool, ~1)}
+    numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool)
+    launches = tuple(record(LIGHTNING, kernel, sources, numbers, tuple(_sizes(p, schedule))) for kernel in _kernels(schedule))
+    place_of_out = None if out is None else of["out"]
+    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
+    labels = prefill_labels(x, serving, ("q", "k", "v"), p.is_packed)
+    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, place_of_out, ht is not None))
     return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
 
 
@@ -207,24 +174,18 @@ def _final_state(p: LightningProblem, x: LightningInputs) -> Tensor | None:
     return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=x.q.device)
 
 
-def _kernels(schedule: Schedule, states: Tensor | None) -> tuple[Callable[..., Any], ...]:
-    """What a schedule launches, for states of this dtype."""
-    of = f"{schedule.kernel}_{STATE_DTYPES[torch.float32 if states is None else states.dtype]}"
-    recurrence = load(f"lightning_{of}", ARCH)
-    return (load(f"lightning_ends_{of}", ARCH), recurrence) if schedule.segment else (recurrence,)
+def _kernels(schedule: Schedule) -> tuple[Callable[..., Any], ...]:
+    """What a schedule launches."""
+    recurrence = load(f"lightning_{schedule.kernel}", ARCH)
+    return (load(f"lightning_ends_{schedule.kernel}", ARCH), recurrence) if schedule.segment else (recurrence,)
 
 
-def _numbers(
-    p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
-) -> dict[str, int | float | bool]:
-    """The arguments behind the addresses, by name."""
+def _numbers(p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float | bool]:
+    """The arguments behind the addresses, but for those about states, by name."""
     numbers: dict[str, int | float | bool] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o)):
         numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
-    for name, states in (("h0", h0), ("ht", ht)):
-        numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
-        numbers[f"has_{name}"] = states is not None
-    numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale, "is_indexed": is_indexed}
+    numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale}
     return numbers | _sizes(p, schedule)
 
 

@@ -2,6 +2,7 @@
 """What the host side of Lightning's prefill and its kernels agree on. Free of cutlass, which the host side does without."""
 
 from cula.ops.cute.abi import Abi, addresses, f32, i32, i64
+from cula.ops.cute.states_abi import KINDS_OF_STATES, SLOTS, STEPS
 
 # Strides are in elements. Batches follow one another along T, which counts all tokens of a call.
 LIGHTNING = Abi(
@@ -12,14 +13,15 @@ LIGHTNING = Abi(
         v=16,  # [T, HV, V]
         o=16,
         decay=4,  # [HV]: -log of the decay a token
-        h0=16,  # [slots, HV, V, K]: first and last states. Those of a pool are read and written in pairs, see `pool_why_not`
-        ht=4,
+        h0=16,  # first and last states: see `states_abi.py`
+        ht=16,
         seeds=16,  # [ids, HV, V, K] float32: what segments leave to each other
         cu_seqlens=4,  # [N + 1], read where `length` is 0
-        read_from=4,  # [N], where `is_indexed`: slots of first states, negative for zeros
-        write_to=4,  # likewise of last ones, negative to drop them
     ),
-    i64("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "o_token", "o_head", "h0_slot", "ht_slot"),
+    SLOTS,
+    i64("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "o_token", "o_head"),
+    STEPS,
+    KINDS_OF_STATES,
     i32("T", "H", "HV"),
     f32("scale"),
     i32(
@@ -31,7 +33,6 @@ LIGHTNING = Abi(
         "group",  # value heads that share a head of q and k
         "has_h0",
         "has_ht",
-        "is_indexed",
         "num_blocks",
     ),
 )

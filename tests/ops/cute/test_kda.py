@@ -19,7 +19,7 @@ from cula import reference
 from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.ops.cute import kda
+from cula.ops.cute import kda, kda_abi
 from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error
@@ -459,7 +459,8 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkey
 
 # Recorded calls
 
-NOT_SERVED = (None,) * 4  # tensors of a call behind `out`
+NOT_SERVED = (None,) * 5  # tensors of a call behind `out`
+O, HT, WORKSPACE = [[a.name for a in kda_abi.SPLIT.addresses].index(name) for name in ("o", "ht", "workspace")]
 
 
 @pytest.fixture(params=["python", "c"])
@@ -486,7 +487,9 @@ def test_a_recorded_call_launches_what_a_call_launches(launched, case):
     assert final_state.shape == first.final_state.shape
     (name, arguments), (same_name, same) = launched
     assert name == same_name
-    fresh = (9, 11) if "fused" not in name else (9,)  # the final state and the workspace, if there is one, are new each time
+    fresh = (
+        (HT, WORKSPACE) if "fused" not in name else (HT,)
+    )  # the final state and the workspace, if there is one, are new each time
     assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 
@@ -512,7 +515,7 @@ def test_a_recorded_call_serves_other_lengths(launched, case, others):
         assert final_state.shape == want.final_state.shape and final_state.is_contiguous()
         (name, arguments), (same_name, same) = launched
         assert name == same_name
-        fresh = (7, 9, 11) if "fused" not in name else (7, 9)
+        fresh = (O, HT, WORKSPACE) if "fused" not in name else (O, HT)
         assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
 
 
@@ -535,7 +538,7 @@ def test_a_recorded_call_keeps_its_workspace(launched):
     thread.start()
     thread.join()
     assert len({o.data_ptr() for o, _ in results}) == 4
-    first, second, third, other = (arguments[11] for _, arguments in launched)
+    first, second, third, other = (arguments[WORKSPACE] for _, arguments in launched)
     assert first == second == third != other
 
 

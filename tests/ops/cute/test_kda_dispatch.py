@@ -57,7 +57,7 @@ HOPPER = KdaProblem(
         ({"options": KdaOptions()}, "needs decays of -5 or more a token"),
         ({"options": KdaOptions(use_gate_in_kernel=True)}, "has no softplus gate"),
         ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),
-        ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, "intermediate states"),
+        ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, None),
         ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, "keeps nothing for the backward"),
         ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
         ({"T": 0}, "at least one token"),

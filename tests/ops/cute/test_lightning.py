@@ -144,9 +144,9 @@ def run_twice(call, kernel, per_seq, device):
     schedule = make_schedule(problem, kernel, per_seq, NUM_SMS)
     state = torch.full((problem.N, problem.HV, problem.V, problem.K), float("nan"), device=device)
     out = torch.full_like(x.v, float("nan"))
-    o = lightning.run(problem, x, schedule, x.initial_state, state, out=out)
+    o = lightning.run(problem, x, schedule, state, out)
     assert o is out
-    again = lightning.run(problem, x, schedule, x.initial_state, torch.empty_like(state))
+    again = lightning.run(problem, x, schedule, torch.empty_like(state))
     assert torch.equal(o, again), "two runs give the same bits"
     return (o, state), reference.lightning(**tensors)
 
@@ -170,7 +170,7 @@ def test_another_sequences_nan_stays_there(device):
         tensors[name][:, 70:110] = float("nan")
     problem, x = check_lightning(LightningInputs(**tensors), LightningOptions(output_final_state=True))
     state = torch.empty(3, 1, 128, 128, device=device)
-    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS), x.initial_state, state)
+    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS), state)
     healthy = [*range(70), *range(110, 176)]
     assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE[torch.bfloat16]
     assert relative_error(state[[0, 2]], want_state[[0, 2]]) < TOLERANCE[torch.bfloat16]
@@ -185,23 +185,24 @@ def force(monkeypatch, per_seq):
 
 
 @pytest.mark.parametrize("per_seq", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, per_seq, dtype, monkeypatch):
     force(monkeypatch, per_seq)
     call = LightningCall(dtype=torch.bfloat16, lens=(300, 64, 0, 5, 70), H=1, HV=2, K=128, V=128, initial_state=False)
     t = call.tensors(device)
     problem, x = check_lightning(LightningInputs(**t), LightningOptions(output_final_state=True))
-    slots = torch.tensor([6, -1, 2, 0, 4], device=device)
+    slots = torch.tensor([6, 0, 2, 1, 4] if dtype == torch.float16 else [6, -1, 2, 0, 4], device=device)
     fresh = torch.tensor([True, True, True, True, False], device=device)
     pool = torch.randn(8, 2, 128, 128, device=device).to(dtype)
-    unlisted = [1, 3, 5, 7]
+    least = int(dtype == torch.float16)  # where index 0 is null
+    unlisted = [slot for slot in range(8) if slot < least or slot not in slots.tolist()]
     pool[unlisted] = float("nan")
     before = pool.clone()
-    o = lightning.lightning_fwd_pool(problem, x, Pool(pool, slots, fresh))
-    first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
+    o = lightning.lightning_fwd_pool(problem, x, Pool(pool, slots, fresh, least == 1))
+    live = slots >= least
+    first = torch.where((live & fresh)[:, None, None, None], before[slots.clamp(min=0)].float(), 0)
     want_o, want_state = reference.lightning(**{**t, "initial_state": first})
     assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
-    live = slots >= 0
     assert relative_error(pool[slots[live]], want_state[live]) < TOLERANCE[torch.bfloat16]
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
 
@@ -211,7 +212,7 @@ def test_which_pools_are_updated_in_place():
         ({"pool_dtype": torch.float32}, None),
         ({"pool_dtype": torch.bfloat16}, None),
         ({"pool_dtype": torch.bfloat16, "has_aligned_slots": False}, "it reads states in pairs"),
-        ({"pool_dtype": torch.float16}, "it takes pools in float32 or bfloat16, and this one is in float16"),
+        ({"pool_dtype": torch.float16}, None),
     ):
         found = lightning.pool_why_not(dataclasses.replace(HOPPER, **changes))
         assert found is None if reason is None else found.startswith(reason)
@@ -235,12 +236,12 @@ def test_a_strided_packed_projection_is_read_as_it_lies(device):
     q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.chunk(3, dim=-1))
     decay = torch.tensor([0.1, 0.5], device=device)
     problem, x = check_lightning(LightningInputs(q, k, v, decay), LightningOptions())
-    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS), None, None)
+    o = lightning.run(problem, x, make_schedule(problem, "d128", 1, NUM_SMS))
     want, _ = reference.lightning(q, k, v, decay)
     assert relative_error(o, want) < TOLERANCE[torch.bfloat16]
 
 
-NOT_SERVED = (None,) * 4  # tensors of a call behind `out`
+NOT_SERVED = (None,) * 5  # tensors of a call behind `out`
 
 
 @pytest.fixture(params=["python", "c"])
@@ -266,23 +267,24 @@ def test_a_recorded_launch_is_that_of_a_call(launched, monkeypatch, name):
     launched.clear()
     o, state = replay(lightning.record_lightning_fwd(problem, x, out), (*x, out, *NOT_SERVED))
     assert o is out and state.shape == want_state.shape and state.is_contiguous()
-    fresh = (7, 8)  # the final state and the seeds are new each time
+    fresh = [1 + [a.name for a in LIGHTNING.addresses].index(name) for name in ("ht", "seeds")]  # new each time
     for before, after in zip(first, launched, strict=True):
         assert [a for i, a in enumerate(before) if i not in fresh] == [a for i, a in enumerate(after) if i not in fresh]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recorded_launch_on_a_pool_is_that_of_a_call(launched, monkeypatch, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("index", "has_mask"), [(torch.int32, False), (torch.int64, True)])
+def test_a_recorded_launch_on_a_pool_is_that_of_a_call(launched, monkeypatch, dtype, index, has_mask):
     force(monkeypatch, 1)
     states = torch.zeros(9, 2, 128, 128, dtype=dtype)
     again = None
     for lens in ((300, 64), (7,) * 5):
         call = LightningCall(lens=lens, dtype=torch.bfloat16, H=1, HV=2, K=128, V=128, initial_state=False)
         p, x = check_lightning(LightningInputs(**call.tensors("cpu")), LightningOptions(output_final_state=True))
-        slots = torch.arange(len(lens), dtype=torch.int32)
-        pool, out = Pool(states, slots, None), torch.empty_like(x.v)
+        slots = torch.stack([torch.arange(len(lens))] * 2, 1).to(index)[:, 0]
+        pool, out = Pool(states, slots, torch.ones(len(lens), dtype=torch.bool) if has_mask else None), torch.empty_like(x.v)
         lightning.lightning_fwd_pool(p, x, pool, out)
-        given = (*x, out, states, slots, None, None)
+        given = (*x, out, *pool[:3], None, None)
         if again is None:
             again = record.replayer(given, lightning.record_lightning_fwd_pool(p, x, pool, out))
         o, state = again(given)
@@ -290,7 +292,6 @@ def test_a_recorded_launch_on_a_pool_is_that_of_a_call(launched, monkeypatch, dt
         before, after = launched
         assert before == after
         launched.clear()
-    assert lightning.record_lightning_fwd_pool(p, x, Pool(states, slots.long(), None), out) is None
 
 
 @pytest.mark.parametrize("per_seq", [1, 3])

@@ -154,6 +154,11 @@ class TestLanes:
 
 
 class TestMemory:
+    def test_an_address_of_32_bits_wraps(self):
+        body = """mov.u32 %r4, shared; shl.b32 %r5, %r0, 2; add.s32 %r4, %r4, %r5; st.shared.b32 [%r4], %r1;
+            add.s32 %r4, %r4, -262144; ld.shared.b32 %r3, [%r4+262144];"""
+        assert (run(body, U) == U).all()
+
     def test_shared_memory_is_nan_until_written(self):
         assert np.isnan(run("ld.shared.b32 %r3, [shared];", U).view(np.float32)).all()
 

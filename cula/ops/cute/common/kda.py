@@ -28,6 +28,7 @@ from cula.ops.cute.common.kda_intra import (
 )
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant, split_variants
+from cula.ops.cute.common.states import KeptStates, States
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -63,16 +64,14 @@ class Tokens(NamedTuple):
 
     v: Any  # [T, HV, 128]
     o: Any
-    h0: Any  # [N, HV, dv, dk]
-    ht: Any
+    states: States
+    kept: KeptStates
     cu: Any  # [N + 1]
 
 
 class Sizes(NamedTuple):
     """Numbers that the recurrence goes by."""
 
-    has_h0: Any
-    has_ht: Any
     per_segment: Any
     per_chained_segment: Any
     length: Any
@@ -99,13 +98,11 @@ class Operands(NamedTuple):
     gate: Any  # [T, HV, 128]; k where there is one gate a head
     gates: GateInputs
     cu: Any  # [N + 1]
-    h0: Any  # [N, HV, dv, dk]
-    ht: Any
 
 
 def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVariant) -> Operands:
     """Tensors from addresses and strides, as `abi` aligns them."""
-    q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu = addresses
+    q, k, v, g, beta, A_log, dt_bias, o, cu = addresses
     of_q, of_k, of_v, of_g, of_o, beta_token = strides
     T, N, H, HV = sizes
     align = kda_abi.of_gates(abi, variant.is_scalar, variant.g_type.width // 8).alignment
@@ -115,8 +112,6 @@ def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVar
     ]
     at_g = at_address(variant.g_type, g, align["g"])
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
-    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
-    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
     of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
     gates = GateInputs(
         mHeadGate=cute.make_tensor(at_g, cute.make_layout((T, HV), stride=of_g)),
@@ -133,8 +128,6 @@ def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVar
         gate=mK if variant.is_scalar else of_tokens(at_g, T, HV, 128, of_g),
         gates=gates,
         cu=cute.make_tensor(at_address(I32, cu, align["cu"]), cute.make_layout(N + 1)),
-        h0=cute.make_tensor(at_address(F32, h0, align["h0"]), states),
-        ht=cute.make_tensor(at_address(F32, ht, align["ht"]), states),
     )
 
 
@@ -176,6 +169,11 @@ def split_host(
     h0: Int64,
     ht: Int64,
     cu: Int64,
+    read_from: Int64,
+    write_to: Int64,
+    has_state: Int64,
+    kept: Int64,
+    kept_offsets: Int64,
     workspace: Int64,
     q_token: Int64,
     q_head: Int64,
@@ -188,6 +186,18 @@ def split_host(
     o_token: Int64,
     o_head: Int64,
     beta_token: Int64,
+    state_step: Int64,
+    index_step: Int64,
+    mask_step: Int64,
+    kept_step: Int64,
+    state_kind: I32,
+    index_bits: I32,
+    first_slot: I32,
+    num_slots: I32,
+    kept_kind: I32,
+    kept_mode: I32,
+    kept_every: I32,
+    kept_rows: I32,
     T: I32,
     N: I32,
     H: I32,
@@ -214,7 +224,7 @@ def split_host(
     dtype, traits = variant.dtype, target.arch.kda
     x = operands(
         kda_abi.SPLIT,
-        (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu),
+        (q, k, v, g, beta, A_log, dt_bias, o, cu),
         ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
         (T, N, H, HV),
         variant,
@@ -251,10 +261,15 @@ def split_host(
         use_pdl=True,
     )
 
+    states = States(
+        h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
+        first_slot, num_slots,
+    )  # fmt: skip
+    kept_states = KeptStates(kept, kept_offsets, kept_step, kept_kind, kept_mode, kept_every, kept_rows)
     target.launch_recurrence(
         work,
-        Tokens(x.v, x.o, x.h0, x.ht, x.cu),
-        Sizes(has_h0, has_ht, per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers),
+        Tokens(x.v, x.o, states, kept_states, x.cu),
+        Sizes(per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers),
         dtype,
         stream,
     )

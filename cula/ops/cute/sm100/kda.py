@@ -44,8 +44,8 @@ def launch_recurrence(
         if sizes.has_transitions == 1 or cutlass.const_expr(not is_transition):
             recurrence_kernel(
                 tma,
-                Memory(by_head(tokens.o), work.vec, tokens.h0, tokens.ht, work.B, work.M, tokens.cu),
-                BlockSizes(sizes.has_h0, sizes.has_ht, sizes.per_segment, sizes.length, sizes.halvings),
+                Memory(by_head(tokens.o), work.vec, tokens.states, tokens.kept, work.B, work.M, tokens.cu),
+                BlockSizes(sizes.per_segment, sizes.length, sizes.halvings),
                 mmas,
                 lt,
                 lv,

@@ -54,6 +54,17 @@ from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fp16_window import inverse_of
 from cula.ops.cute.common.kda_segments import segment_at, span_of
+from cula.ops.cute.common.states import (
+    KeptStates,
+    States,
+    address_of,
+    first_kept,
+    is_end,
+    load_state,
+    slot_of_first,
+    slot_of_last,
+    store_state,
+)
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, K_MAJOR, MN_MAJOR, Tma, swapped, tma_split
 from cula.ops.cute.kda_abi import BETA, SQUARE_BYTES, STATE, TILE_BYTES, VEC
 
@@ -111,8 +122,8 @@ class Memory(NamedTuple):
 
     mO: Any  # [T, 128, HV]
     mVec: Any  # [chunks, HV, VEC]
-    mH0: Any  # [N, HV, dv, dk]
-    mHt: Any
+    states: States
+    kept: KeptStates
     mB: Any  # [segments HV, 128, 128]
     mM: Any  # [2 segments HV, 128, 128]
     mCu: Any  # [N + 1]
@@ -121,8 +132,6 @@ class Memory(NamedTuple):
 class BlockSizes(NamedTuple):
     """Numbers that a block goes by."""
 
-    has_h0: Any
-    has_ht: Any
     L: Any  # chunks of a segment
     length: Any
     halvings: Any
@@ -142,8 +151,6 @@ class Block(NamedTuple):
     HV: Any
     hv: Any
     which: Any  # of a transition's halves: 0 for B, 1 for M
-    has_h0: Any
-    has_ht: Any
 
     @property
     def is_f16(self) -> bool:
@@ -156,7 +163,7 @@ class Block(NamedTuple):
 
     def first_transition(self, task: Task) -> Any:
         """The first to chain. Without an initial state the first segment's only gives its B, and the second's comes first."""
-        return (task.first_segment + (1 - self.has_h0)) * self.HV + self.hv
+        return (task.first_segment + (1 - task.has_h0)) * self.HV + self.hv
 
 
 @cute.kernel
@@ -200,7 +207,7 @@ def recurrence_kernel(
         tid, _, _ = cute.arch.thread_idx()
         warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
         thread = tid % 128  # in its warpgroup: the lane of tensor memory that it sees
-        of_call = (memory.mVec.shape[1], hv, which, sizes.has_h0, sizes.has_ht)
+        of_call = (memory.mVec.shape[1], hv, which)
         x = Block(tma, memory, storage, mbarriers_at(storage.bars), tmem, mmas, dtype, is_transition, *of_call)
         if warpgroup_id == 0:
             cute.arch.setmaxregister_decrease(ISSUE_REGISTERS)
@@ -234,11 +241,16 @@ def write_task(
 ):
     """What the block has to do, by a warp."""
     segment = segment_at(number, memory.mCu, sizes.L, sizes.length, sizes.halvings)
-    span = span_of(memory.mVec, hv, which, sizes.has_h0, sizes.L, segment, is_transition)
+    slot = slot_of_first(memory.states, segment.seq)
+    has_h0 = I32(1) if slot >= 0 else I32(0)
+    span = span_of(memory.mVec, hv, which, has_h0, sizes.L, segment, is_transition)
     i = segment.i
+    following, row = I32(-1), I32(0)
+    if cutlass.const_expr(not is_transition):
+        following, row = first_kept(memory.kept, memory.mCu, segment.seq, sizes.length, span.out_from)
     task = Task(
         # of the segments before, from the first on; without an initial state that one only gives its B
-        num_transitions=i - 1 + sizes.has_h0 if span.is_chained == 1 else I32(0),
+        num_transitions=i - 1 + has_h0 if span.is_chained == 1 else I32(0),
         num_chunks=cutlass.max(span.to_chunk - span.from_chunk, 0) if span.is_busy else I32(-1),
         is_last=I32(1) if i == segment.segments - 1 else I32(0),
         seq=segment.seq,
@@ -250,6 +262,10 @@ def write_task(
         from_chunk=span.from_chunk,
         out_from=span.out_from,
         is_chained=span.is_chained,
+        slot=slot,
+        has_h0=has_h0,
+        following=following,
+        row=row,
     )
     with cute.arch.elect_one():
         for at, value in enumerate(task):
@@ -402,15 +418,19 @@ def rows_role(x: cutlass.Constexpr, thread: I32):
     rows = make_rows(x, thread)
     rows.factor[0] = F32(1.0)
     first_state(x, rows, task)
+    following, row = task.following, task.row
     for n in cutlass.range(task.num_chunks, unroll=1):
-        rows_step(x, rows, task, n)
-    last_state(x, rows, task)
+        is_kept = task.from_chunk + n == following
+        rows_step(x, rows, task, n, row if is_kept else I32(-1))
+        if is_kept:
+            following, row = following + x.memory.kept.every, row + 1
+    last_state(x, rows, task, following, row)
 
 
 @cute.jit
 def first_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Constexpr):
     """S <- the state to begin with, to tensor memory."""
-    S, thread, memory, hv, has_h0 = rows.S, rows.thread, x.memory, x.hv, x.has_h0
+    S, thread, memory, states, hv, has_h0 = rows.S, rows.thread, x.memory, x.memory.states, x.hv, task.has_h0
     S.fill(0.0)
     if cutlass.const_expr(x.is_transition):
         one = F32(1.0) if x.which == 1 else F32(0.0)
@@ -418,7 +438,8 @@ def first_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Con
             S[j] = one if j == thread else F32(0.0)
     else:
         if has_h0 == 1 and (task.from_chunk == 0 or task.is_chained == 1):
-            cute.autovec_copy(memory.mH0[task.seq, hv, thread, None], S)
+            address = address_of(states.h0, task.slot, states.step, hv, states.kind)
+            load_state(lambda m: m[thread, None], S, address, states.kind)
         if has_h0 == 0 and task.is_chained == 1:
             cute.autovec_copy(memory.mB[task.first_segment * x.HV + hv, thread, None], S)
         chain_rows(x, rows, task.num_transitions, x.first_transition(task))
@@ -460,8 +481,9 @@ def chain_rows(x: cutlass.Constexpr, rows: cutlass.Constexpr, num_transitions: I
 
 
 @cute.jit
-def rows_step(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Constexpr, n: I32):
-    """A chunk: S as an operand, its decay, b v - R and U as operands."""
+def rows_step(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Constexpr, n: I32, row: I32):
+    """A chunk: S as an operand, its decay, b v - R and U as operands. The state before it goes to a row of those that are kept,
+    if that is not negative."""
     S, X, factor, thread, bars, dtype = rows.S, rows.X, rows.factor, rows.thread, x.bars, x.dtype
     sV, sVec = x.storage.sV, x.storage.sVec
     it = task.num_transitions + n
@@ -477,6 +499,14 @@ def rows_step(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Const
         cute.arch.mbarrier_wait(bars.s_done, (it - 1) % 2)
         after_sync()
     rows.load_s(S)
+    if cutlass.const_expr(not x.is_transition):
+        kept = x.memory.kept
+        if row >= 0 and row < kept.rows:
+            address, back = address_of(kept.at, row, kept.step, x.hv, kept.kind), inverse_of(factor[0])
+            for p in cutlass.range_constexpr(4):
+                piece = cute.make_rmem_tensor((32,), F32)
+                piece.store(pieces(S)[p].load() * back)
+                store_state(piece_of(thread, p), lambda piece=piece: piece, address, kept.kind)
     if cutlass.const_expr(x.is_f16):
         keep_in_range(S, top, factor)
     for p in cutlass.range_constexpr(4):
@@ -530,16 +560,27 @@ def rows_step(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Const
     cute.arch.mbarrier_arrive(bars.u_ready)
 
 
+def piece_of(thread: Any, p: int) -> Any:
+    """32 columns of a thread's row of a matrix."""
+    return lambda m: cute.local_tile(m[thread, None], (32,), (p,))
+
+
 @cute.jit
-def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Constexpr):
-    """S from tensor memory to global memory: as B or M of a transition, or as the sequence's last state."""
-    thread, memory, dtype = rows.thread, x.memory, x.dtype
+def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Constexpr, following: I32, row: I32):
+    """S from tensor memory to global memory: as B or M of a transition, or as the sequence's last state, which may be kept as
+    well: then it is at boundary `following`, and goes to a row."""
+    thread, memory, states, kept, dtype = rows.thread, x.memory, x.memory.states, x.memory.kept, x.dtype
     steps = task.num_transitions + task.num_chunks
     if steps > 0:
         cute.arch.mbarrier_wait(x.bars.s_done, (steps - 1) % 2)
         after_sync()
     record = (task.first_segment + task.i) * x.HV + x.hv
     back = inverse_of(rows.factor[0])
+    slot = I32(-1)
+    if cutlass.const_expr(not x.is_transition):
+        slot = slot_of_last(states, task.seq) if task.is_last == 1 else I32(-1)
+        is_kept = task.is_last == 1 and row < kept.rows and is_end(kept, following, task.tokens)
+        row = row if is_kept else I32(-1)
     for p in cutlass.range_constexpr(4):
         piece = pieces(rows.S)[p]
         row_load(x.mmas.s, x.tmem + (Column.S + 32 * p), 32, thread)(piece)
@@ -554,8 +595,11 @@ def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Cons
                 residue(piece, dtype)
                 cute.autovec_copy(rounded(piece, dtype), to(memory.mM[2 * record + 1, thread, None]))
         else:
-            if x.has_ht == 1 and task.is_last == 1:
-                cute.autovec_copy(piece, to(memory.mHt[task.seq, x.hv, thread, None]))
+            value = lambda piece=piece: piece
+            if slot >= 0:
+                store_state(piece_of(thread, p), value, address_of(states.ht, slot, states.step, x.hv, states.kind), states.kind)
+            if row >= 0:
+                store_state(piece_of(thread, p), value, address_of(kept.at, row, kept.step, x.hv, kept.kind), kept.kind)
 
 
 # Output

@@ -84,6 +84,10 @@ class Task(NamedTuple):
     is_chained: Any
     num_transitions: Any  # to chain before the chunks
     is_last: Any  # of the sequence's segments
+    slot: Any  # of the sequence's first state; -1 where it starts from zero
+    has_h0: Any  # 1 where it does not
+    following: Any  # the first boundary between chunks at which the state is kept
+    row: Any  # and where
 
 
 class Storage(NamedTuple):

@@ -36,10 +36,8 @@ def launch_recurrence(
     )
     recurrence_kernel(
         tma,
-        Memory(by_head(tokens.o), work.vec, tokens.h0, tokens.ht, work.B, work.M, work.done, tokens.cu),
+        Memory(by_head(tokens.o), work.vec, tokens.states, tokens.kept, work.B, work.M, work.done, tokens.cu),
         BlockSizes(
-            sizes.has_h0,
-            sizes.has_ht,
             sizes.per_segment,
             sizes.per_chained_segment,
             sizes.length,

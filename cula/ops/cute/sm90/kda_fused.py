@@ -53,6 +53,7 @@ from cula.ops.cute.common.kda_intra import GateInputs, IntraScalars
 from cula.ops.cute.common.kda_intra_smem import Full
 from cula.ops.cute.common.kda_intra_steps import IntraMmas, intra_mmas
 from cula.ops.cute.common.kda_variant import fused_variants
+from cula.ops.cute.common.states import KeptStates, States
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, Tma, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.sm90.kda_fused_intra import intra_role, stage_layout
 from cula.ops.cute.sm90.kda_fused_recurrence import recurrence_role
@@ -85,16 +86,14 @@ class Memory(NamedTuple):
     """What the recurrence's threads read and write."""
 
     mO: Any  # [T, 128, HV]
-    mH0: Any  # [N, HV, dv, dk]
-    mHt: Any
+    states: States
+    kept: KeptStates
     mCu: Any  # [N + 1]
 
 
 class Items(NamedTuple):
     """The pieces of work of a launch, heads of sequences, and numbers that blocks go by."""
 
-    has_h0: Any
-    has_ht: Any
     length: Any
     group_of_heads: Any  # value heads of each head of q and k
     HV: Any
@@ -184,6 +183,11 @@ def fused_host(
     h0: Int64,
     ht: Int64,
     cu: Int64,
+    read_from: Int64,
+    write_to: Int64,
+    has_state: Int64,
+    kept: Int64,
+    kept_offsets: Int64,
     q_token: Int64,
     q_head: Int64,
     k_token: Int64,
@@ -195,6 +199,18 @@ def fused_host(
     o_token: Int64,
     o_head: Int64,
     beta_token: Int64,
+    state_step: Int64,
+    index_step: Int64,
+    mask_step: Int64,
+    kept_step: Int64,
+    state_kind: I32,
+    index_bits: I32,
+    first_slot: I32,
+    num_slots: I32,
+    kept_kind: I32,
+    kept_mode: I32,
+    kept_every: I32,
+    kept_rows: I32,
     T: I32,
     N: I32,
     H: I32,
@@ -213,7 +229,7 @@ def fused_host(
     """The arguments of `kda_abi.FUSED`; so many clusters take N HV heads in waves."""
     x = operands(
         kda_abi.FUSED,
-        (q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu),
+        (q, k, v, g, beta, A_log, dt_bias, o, cu),
         ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
         (T, N, H, HV),
         variant,
@@ -226,12 +242,17 @@ def fused_host(
         v=tma_load(by_head(x.v), lv, (64, 64)),
         o=tma_store(by_head(x.o), tile_layout(64, 64), (64, 64)),
     )
+    states = States(
+        h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
+        first_slot, num_slots,
+    )  # fmt: skip
+    kept_states = KeptStates(kept, kept_offsets, kept_step, kept_kind, kept_mode, kept_every, kept_rows)
     fused_kernel(
         tma,
         x.gates,
-        Memory(by_head(x.o), x.h0, x.ht, x.cu),
+        Memory(by_head(x.o), states, kept_states, x.cu),
         IntraScalars(scale, lower, beta_top, beta_bits),
-        Items(has_h0, has_ht, length, HV // H, HV, N * HV),
+        Items(length, HV // H, HV, N * HV),
         intra_mmas(),
         recurrence_mmas(F16),
         lt,

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
+from cula.ops.cute.common.states import address_of, first_kept, load_state, slot_of_first
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -38,7 +39,13 @@ from cula.ops.cute.sm90.kda_fused_smem import (
     tell_o_left,
     tell_owner,
 )
-from cula.ops.cute.sm90.kda_recurrence_steps import copy_rows, decay_columns, load_v, make_consumer
+from cula.ops.cute.sm90.kda_recurrence_steps import (
+    copy_rows,
+    decay_columns,
+    load_v,
+    make_consumer,
+    save_at_boundary,
+)
 
 
 class ValueLoads(NamedTuple):
@@ -78,6 +85,7 @@ def recurrence_role(
     """A warpgroup: the heads number, number + clusters, ... from their first state to their last."""
     rank, thread = cluster.rank, cute.arch.thread_idx()[0] % 128
     warp_in = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+    states, kept = memory.states, memory.kept
     tiles, sVec = results_at(stages)
     w = make_consumer(rank, thread, mmas, tiles, sVec, sV)
     n = I32(0)
@@ -94,9 +102,14 @@ def recurrence_role(
             ask_for_v(v, I32(0))
         w.factor.fill(1.0)
         w.accS.fill(0.0)
-        if items.has_h0 == 1:
-            cute.autovec_copy(w.ours(memory.mH0[seq, hv, None, None]), w.accS)
+        slot = slot_of_first(states, seq)
+        if slot >= 0:
+            load_state(w.ours, w.accS, address_of(states.h0, slot, states.step, hv, states.kind), states.kind)
+        following, row = first_kept(kept, memory.mCu, seq, items.length, I32(0))
+        place = (seq, hv, tokens)
         for chunk in cutlass.range(chunks, unroll=1):
+            if chunk == following:
+                following, row = save_at_boundary(w, states, kept, place, chunk, chunks, following, row, F16)
             stage = stage_of(n, rank)
             cute.arch.mbarrier_wait(bars.v_full, n & 1)
             step = Step(n, chunk, chunks, stage, tokens - chunk * 64)
@@ -105,9 +118,7 @@ def recurrence_role(
             warpgroup.wait_group(0)
             tell_owner(bars.free, n, rank)
             n += 1
-        unscale_rows(w.S, w.factor)
-        if items.has_ht == 1:
-            cute.autovec_copy(w.accS, w.ours(memory.mHt[seq, hv, None, None]))
+        save_at_boundary(w, states, kept, place, chunks, chunks, following, row, F16)
     cute.arch.cp_async_bulk_wait_group(0)
 
 

@@ -49,6 +49,7 @@ from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.kda_segments import segment_at, tasks_of
+from cula.ops.cute.common.states import KeptStates, States, address_of, first_kept, load_state, slot_of_first
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, allocate_tile, swapped, tile_at, tile_layout, tma_split
 from cula.ops.cute.kda_abi import LOWER_LEFT, UPPER_RIGHT, VEC
 from cula.ops.cute.sm90.fp16_window import unscale_rows
@@ -64,7 +65,9 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
     copy_of,
     load_chunks,
     make_consumer,
+    next_stop,
     run_chunks,
+    save_at_boundary,
 )
 from cula.ops.cute.sm90.kda_transitions import (
     Chain,
@@ -109,8 +112,8 @@ class Memory(NamedTuple):
 
     mO: Any  # [T, 128, HV]
     mVec: Any  # [chunks, HV, VEC]
-    mH0: Any  # [N, HV, dv, dk]
-    mHt: Any
+    states: States
+    kept: KeptStates
     mB: Any  # [segments HV, 128, 128]
     mM: Any  # [2 segments HV, 128, 128]
     mDone: Any  # [segments HV]
@@ -120,8 +123,6 @@ class Memory(NamedTuple):
 class BlockSizes(NamedTuple):
     """Numbers that a block goes by."""
 
-    has_h0: Any
-    has_ht: Any
     L: Any  # chunks of a segment
     chained_L: Any  # the same where some segment of a sequence is chained
     length: Any
@@ -151,6 +152,8 @@ class Block(NamedTuple):
     first_number: Any  # of the sequence's segments
     start: Any  # first chunk of its own segment
     to_chunk: Any  # the one after its last
+    slot: Any  # of the sequence's first state; -1 where it starts from zero
+    has_h0: Any  # 1 where it does not
 
 
 def allocate(lt: Any, lv: Any, lo: Any, dtype: Any) -> Storage:
@@ -217,16 +220,18 @@ def recurrence_kernel(
     set_up(storage, tma, dtype)
 
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
+    slot = slot_of_first(memory.states, segment.seq)
+    has_h0 = I32(1) if slot >= 0 else I32(0)
     i = number - helpers - first_number
-    tasks = tasks_of(memory.mVec, hv, helpers, sizes.has_h0, L, sizes.chained_L, segment, i)
+    tasks = tasks_of(memory.mVec, hv, helpers, has_h0, L, sizes.chained_L, segment, i)
     start = tasks.i * tasks.L
     to_chunk = cutlass.min(start + tasks.L, (segment.tokens + 63) // 64)
-    block = Block(hv, memory.mVec.shape[1], segment, tasks, first_number, start, to_chunk)
+    block = Block(hv, memory.mVec.shape[1], segment, tasks, first_number, start, to_chunk, slot, has_h0)
 
     if warpgroup_id == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp_id == 0:
-            load_role(tma, storage, block, sizes.has_h0, dtype)
+            load_role(tma, storage, block, dtype)
         elif warp_id < 3 and tasks.has_segment:
             output_role(tma, storage, block, warp_id - 1)
     else:
@@ -256,11 +261,9 @@ def transitions_barrier() -> NamedBarrier:
 
 
 @cute.jit
-def load_role(
-    tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass.Constexpr, has_h0: I32, dtype: cutlass.Constexpr
-):
+def load_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass.Constexpr, dtype: cutlass.Constexpr):
     """A warp: all that the consumers read, in the order in which they do."""
-    hv, HV, segment, tasks, first_number, start, to_chunk = block
+    hv, HV, segment, tasks, first_number, start, to_chunk, _, has_h0 = block
     ring, first_record = storage.ring, segment.chunk0 * HV + hv
     copies = chunk_copies(tma, storage, hv, segment.begin, dtype)
     count = I32(0)
@@ -320,16 +323,19 @@ def consumer_role(
     thread = cute.arch.thread_idx()[0] % 128
     sV = cute.local_tile(storage.sV, (64, 64, STAGES), (0, part, 0))
     w = make_consumer(part, thread, mmas, storage.tiles, storage.sVec, sV)
-    count = run_tasks(w, memory, storage, block, sizes.has_h0, dtype)
+    count = run_tasks(w, memory, storage, block, dtype)
     if tasks.has_segment:
-        first_state(w, memory, storage, block, sizes.has_h0, count, dtype)
+        first_state(w, memory, storage, block, count, dtype)
+        seq, tokens, kept = segment.seq, segment.tokens, memory.kept
+        following, row = first_kept(kept, memory.mCu, seq, sizes.length, block.start)
         of_head = cute.domain_offset((segment.begin, 0), memory.mO[None, None, block.hv])
         output = storage.sO[None, None, part], cute.local_tile(of_head, (64, 64), (None, part))
-        run_chunks(w, storage.ring, count, block.start, block.to_chunk, segment.tokens, I32(1), output, dtype)
-        if cutlass.const_expr(dtype is F16):
-            unscale_rows(w.S, w.factor)
-        if block.to_chunk == (segment.tokens + 63) // 64 and sizes.has_ht == 1:
-            cute.autovec_copy(w.accS, w.ours(memory.mHt[segment.seq, block.hv, None, None]))
+        place, boundary, to_chunk = (seq, block.hv, tokens), block.start, block.to_chunk
+        while boundary <= to_chunk:
+            following, row = save_at_boundary(w, memory.states, kept, place, boundary, to_chunk, following, row, dtype)
+            stop = next_stop(boundary, following, to_chunk)
+            count = run_chunks(w, storage.ring, count, boundary, stop, tokens, I32(1), output, dtype)
+            boundary = stop if boundary < to_chunk else to_chunk + 1
 
 
 @cute.jit
@@ -338,7 +344,6 @@ def run_tasks(
     memory: cutlass.Constexpr,
     storage: cutlass.Constexpr,
     block: cutlass.Constexpr,
-    has_h0: I32,
     dtype: cutlass.Constexpr,
 ):
     """Without output: B of our own segment, M of another, and the warm-up of our own, which leaves its state in accS. Returns how
@@ -354,14 +359,21 @@ def run_tasks(
                 for a in cutlass.range_constexpr(2):
                     is_one = task == Task.OF_M and at_s[a, j][0] + 64 * w.part == at_s[a, j][1]
                     S[a, j] = F32(1.0) if is_one else F32(0.0)
-            if task == Task.WARM_UP and from_chunk == 0 and has_h0 == 1:
-                cute.autovec_copy(w.ours(memory.mH0[segment.seq, hv, None, None]), w.accS)
+            if task == Task.WARM_UP and from_chunk == 0:
+                load_first_state(w, memory.states, block)
             sees_v = I32(0) if task == Task.OF_M else I32(1)
             count = run_chunks(w, storage.ring, count, from_chunk, from_chunk + chunks, segment.tokens, sees_v, None, dtype)
             if task != Task.WARM_UP:
                 of = block.first_number + (tasks.b_segment if task == Task.OF_B else tasks.m_segment)
                 keep_transition(w, memory, task, of * block.HV + hv, dtype)
     return count
+
+
+@cute.jit
+def load_first_state(w: cutlass.Constexpr, states: cutlass.Constexpr, block: cutlass.Constexpr):
+    """accS <- the sequence's first state, if it has one."""
+    if block.slot >= 0:
+        load_state(w.ours, w.accS, address_of(states.h0, block.slot, states.step, block.hv, states.kind), states.kind)
 
 
 @cute.jit
@@ -386,17 +398,15 @@ def first_state(
     memory: cutlass.Constexpr,
     storage: cutlass.Constexpr,
     block: cutlass.Constexpr,
-    has_h0: I32,
     count: I32,
     dtype: cutlass.Constexpr,
 ):
     """accS <- the state at the start of our segment, unless the warm-up has left it there."""
-    hv, HV, tasks = block.hv, block.HV, block.tasks
+    hv, HV, tasks, has_h0 = block.hv, block.HV, block.tasks, block.has_h0
     if tasks.warm_up == 0:
         w.factor.fill(1.0)
         w.accS.fill(0.0)
-        if has_h0 == 1:
-            cute.autovec_copy(w.ours(memory.mH0[block.segment.seq, hv, None, None]), w.accS)
+        load_first_state(w, memory.states, block)
     if tasks.is_chained == 1:
         record = block.first_number * HV + hv
         wait_for_transitions(memory.mDone, record, HV, tasks.i, has_h0)

@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fragments import widen
+from cula.ops.cute.common.states import address_of, is_end, slot_of_last, store_state
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -302,6 +303,55 @@ def run_chunks(
     if cutlass.const_expr(has_output):
         store_last_o(w, *output, to_chunk - 1, tokens - (to_chunk - 1) * 64)
     return count + to_chunk - from_chunk
+
+
+# The state on its way out
+
+
+@cute.jit
+def unscaled(w: cutlass.Constexpr, dtype: cutlass.Constexpr):
+    """What we have of the state, as it is without factors."""
+    S = cute.make_rmem_tensor_like(w.accS)
+    S.store(w.accS.load())
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(rows_and_columns(S), w.factor)
+    return S
+
+
+@cute.jit
+def save_at_boundary(
+    w: cutlass.Constexpr,
+    states: cutlass.Constexpr,
+    kept: cutlass.Constexpr,
+    place: cutlass.Constexpr,
+    boundary: I32,
+    to_chunk: I32,
+    following: I32,
+    row: I32,
+    dtype: cutlass.Constexpr,
+):
+    """The state before a chunk, or behind the last of a sequence: to its row, if `following` says that it is kept, and to where
+    the sequence leaves its last state. `place` is the sequence, its head and its tokens; what is before chunk `to_chunk` is
+    another segment's. Returns the next boundary at which the state is kept, and its row.
+    """
+    seq, hv, tokens = place
+    is_kept = boundary == following and (boundary < to_chunk or is_end(kept, boundary, tokens))
+    slot, kept_row = I32(-1), row if is_kept and row < kept.rows else I32(-1)
+    if boundary * 64 >= tokens:
+        slot = slot_of_last(states, seq)
+    for which in cutlass.range(2, unroll=1):
+        number, base, step, kind = slot, states.ht, states.step, states.kind
+        if which == 1:
+            number, base, step, kind = kept_row, kept.at, kept.step, kept.kind
+        if number >= 0:
+            store_state(w.ours, lambda: unscaled(w, dtype), address_of(base, number, step, hv, kind), kind)
+    return (following + kept.every, row + 1) if boundary == following else (following, row)
+
+
+@cute.jit
+def next_stop(boundary: I32, following: I32, to_chunk: I32):
+    """Up to which chunk a state runs from a boundary on: the next at which it is kept, or the last."""
+    return following if following > boundary and following < to_chunk else to_chunk
 
 
 # o on its way out

@@ -40,7 +40,7 @@ second reading of q and k is the L2's business.
 
 Both roles take the items of `lightning_items.py` one after the other, and have the steps of a chunk in `lightning_chunk.py`.
 
-Limits: bf16; K = V = 64 or 128; states float32 or bfloat16, a slot contiguous.
+Limits: bf16; K = V = 64 or 128; a slot of a pool is contiguous.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.states import States
 from cula.ops.cute.common.tiles import (
     BF16,
     F32,
@@ -76,13 +77,12 @@ from cula.ops.cute.common.tiles import (
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.toolchain.variants import Variant
 
-from .lightning_chunk import States
+from .lightning_chunk import LightningStates
 from .lightning_ends import segment_ends
 from .lightning_items import LANES, C, Config, Sizes, Work, item_at, num_items
 from .lightning_recurrence import Output, recurrence
 
 REGISTERS = 65536  # of a multiprocessor
-MAX_SLOTS = 1 << 30  # of a pool, as far as a layout must say
 
 
 class Tiles(NamedTuple):
@@ -143,6 +143,7 @@ class LightningSm90:
         cu_seqlens: Int64,
         read_from: Int64,
         write_to: Int64,
+        has_state: Int64,
         q_token: Int64,
         q_head: Int64,
         k_token: Int64,
@@ -151,8 +152,13 @@ class LightningSm90:
         v_head: Int64,
         o_token: Int64,
         o_head: Int64,
-        h0_slot: Int64,
-        ht_slot: Int64,
+        state_step: Int64,
+        index_step: Int64,
+        mask_step: Int64,
+        state_kind: I32,
+        index_bits: I32,
+        first_slot: I32,
+        num_slots: I32,
         T: I32,
         H: I32,
         HV: I32,
@@ -165,7 +171,6 @@ class LightningSm90:
         group: I32,
         has_h0: I32,
         has_ht: I32,
-        is_indexed: I32,
         num_blocks: I32,
         stream,
     ):
@@ -175,19 +180,17 @@ class LightningSm90:
         mV, mO = [
             of_tokens(at_address(BF16, a, 16), T, HV, cfg.V, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))
         ]
-        mDecay, mCu, mIn, mOut = [
+        mDecay, mCu = [
             cute.make_tensor(at_address(dtype, a, 4), cute.make_layout((n,), stride=(1,)))
-            for dtype, a, n in (
-                (F32, decay, HV),
-                (I32, cu_seqlens, num_seqs + 1),
-                (I32, read_from, num_seqs),
-                (I32, write_to, num_seqs),
-            )
+            for dtype, a, n in ((F32, decay, HV), (I32, cu_seqlens, num_seqs + 1))
         ]
-        mH0, mHt, mSeeds = [
-            self.of_states(dtype, a, HV, slot)
-            for dtype, a, slot in ((cfg.state, h0, h0_slot), (cfg.state, ht, ht_slot), (F32, seeds, Int64(HV) * (cfg.V * cfg.K)))
-        ]
+        of_id = cute.assume(Int64(HV) * (cfg.V * cfg.K), divby=cfg.V * cfg.K)
+        of_seeds = cute.make_layout((num_ids, HV, cfg.V, cfg.K), stride=(of_id, cfg.V * cfg.K, cfg.K, 1))
+        mSeeds = cute.make_tensor(at_address(F32, seeds, 16), of_seeds)
+        ends = States(
+            h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
+            first_slot, num_slots,
+        )  # fmt: skip
         l_qk, l_v = tile_layout(C, cfg.K, cfg.stages), tile_layout(C, cfg.channels, cfg.stages)
         l_p, l_o = tile_layout(C, C, 2 * cfg.warpgroups), tile_layout(C, LANES, 2 * cfg.warpgroups)
         tma_q, gQ = tma_load(by_head(mQ), l_qk, (C, cfg.K))
@@ -196,26 +199,18 @@ class LightningSm90:
         tma_o, gO = tma_store(by_head(mO), l_o, (C, LANES))
         sizes = (num_seqs, length, segment, per_seq, num_ids, group)
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, by_head(mO), mDecay, mH0, mHt, mSeeds, mCu, mIn, mOut,
-            scale, sizes, has_h0, has_ht, is_indexed,
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, by_head(mO), mDecay, LightningStates(ends, mSeeds), mCu, scale, sizes,
             wgmma(C, K_MAJOR, False), wgmma(C, K_MAJOR, True), wgmma(cfg.K, MN_MAJOR, True), l_qk, l_v, l_p, l_o,
         ).launch(
             grid=(num_blocks, 1, 1), block=(cfg.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks, use_pdl=True
         )  # fmt: skip
 
-    def of_states(self, dtype: Any, address: Int64, HV: I32, slot: Int64) -> Any:
-        """[slots, HV, V, K], any number of slots. Read and written in pairs: a slot's stride is even."""
-        V, K = self.cfg.V, self.cfg.K
-        layout = cute.make_layout((MAX_SLOTS, HV, V, K), stride=(cute.assume(slot, divby=2), V * K, K, 1))
-        return cute.make_tensor(at_address(dtype, address, dtype.width // 4), layout)
-
     @cute.kernel
     def kernel(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor, tma_v: cute.CopyAtom, gV: cute.Tensor,
-        tma_o: cute.CopyAtom, gO: cute.Tensor, mO: cute.Tensor, mDecay: cute.Tensor, mH0: cute.Tensor, mHt: cute.Tensor,
-        mSeeds: cute.Tensor, mCu: cute.Tensor, mIn: cute.Tensor, mOut: cute.Tensor,
-        scale: F32, sizes: tuple, has_h0: I32, has_ht: I32, is_indexed: I32,
+        tma_o: cute.CopyAtom, gO: cute.Tensor, mO: cute.Tensor, mDecay: cute.Tensor, states: LightningStates, mCu: cute.Tensor,
+        scale: F32, sizes: tuple,
         mma_p: cute.TiledMma, mma_o: cute.TiledMma, mma_s: cute.TiledMma,
         l_qk: cute.ComposedLayout, l_v: cute.ComposedLayout, l_p: cute.ComposedLayout, l_o: cute.ComposedLayout,
     ):  # fmt: skip
@@ -224,7 +219,6 @@ class LightningSm90:
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup_id = cute.arch.make_warp_uniform(thread // 128)
         work = Work(cfg, Sizes(*sizes), mDecay, mCu)
-        states = States(mH0, mHt, mSeeds, mIn, mOut, has_h0, has_ht, is_indexed)
         output, mmas = Output(tma_o, gO, mO), (mma_p, mma_o, mma_s)
 
         smem = SmemAllocator()
@@ -268,15 +262,13 @@ CONFIGS = {
     "d128_half": Config(128, 128, warpgroups=1, depth=4, blocks=1, registers=(40, 240)),
     "d64": Config(64, 64, warpgroups=1, depth=4, blocks=1, registers=(40, 240)),
 }
-STATE_DTYPES = {"fp32": F32, "bf16": BF16}
 USES = ("wgmma", "tma_load", "tma_store", "ldmatrix", "stmatrix", "setmaxnreg")
 USES_OF_ENDS = ("wgmma", "tma_load", "ldmatrix", "setmaxnreg")
 
 
 def variants() -> Iterator[Variant]:
-    """`lightning_<config>_<states>`, and `lightning_ends_...` for the first pass over segments."""
+    """`lightning_<config>`, and `lightning_ends_<config>` for the first pass over segments."""
     for name, config in CONFIGS.items():
-        for states, dtype in STATE_DTYPES.items():
-            for prefix, only_ends, uses in (("lightning", False, USES), ("lightning_ends", True, USES_OF_ENDS)):
-                host = LightningSm90(replace(config, state=dtype, only_ends=only_ends))
-                yield Variant(f"{prefix}_{name}_{states}", host, fake_arguments(LIGHTNING, host), uses=uses)
+        for prefix, only_ends, uses in (("lightning", False, USES), ("lightning_ends", True, USES_OF_ENDS)):
+            host = LightningSm90(replace(config, only_ends=only_ends))
+            yield Variant(f"{prefix}_{name}", host, fake_arguments(LIGHTNING, host), uses=uses)

@@ -37,7 +37,7 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
         decay, tokens, rows = item.decay, item.tokens, item.rows
-        if (item.place == 0) & (states.has_h0 != 0):
+        if (item.place == 0) & (states.ends.has_h0 != 0):
             read_first_state(accS, thr_s, states, item)
             cute.autovec_copy(accS, state_rows(mSeeds, item.id, item.head, rows, thr_s))
         if tokens > 0:

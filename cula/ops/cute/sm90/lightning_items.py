@@ -34,7 +34,6 @@ class Config:
     depth: int  # of the ring of q, k and v
     blocks: int  # on a multiprocessor
     registers: tuple[int, int]  # of a thread that loads, of one of a recurrence
-    state: Any = F32  # dtype of first and last states
     only_ends: bool = False  # the first pass over segments, not the recurrence
 
     @property
