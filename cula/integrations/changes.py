@@ -32,7 +32,7 @@ class Changes:
     """Attributes of other packages that were set, in order, so that they can be set back."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self._undo)
@@ -43,7 +43,7 @@ class Changes:
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, before))
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def on_undo(self, action: Callable[[], Any]) -> None:
         self._undo.append(action)
 
     def undo(self) -> None:

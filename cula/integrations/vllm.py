@@ -15,6 +15,7 @@ Pools are vLLM's, updated in place; slot 0 is its null slot.
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -58,10 +59,19 @@ def _patch(module: ModuleType) -> None:
 def _patch_gdn(module: Any) -> list[str]:
     for name in (PACKED_DECODE, DECODE):
         _changes.set(module, name, functools.partial(GDN_FUNCTIONS[name], module.__dict__[name]))
-    prefill, layer = prefill_op(module.ChunkGatedDeltaRule), gdn_layer(module.QwenGatedDeltaNetAttention)
-    module.CustomOp.register_oot(name=GDN_PREFILL)(prefill)
-    module.PluggableLayer.register_oot(name=GDN_LAYER)(layer)
-    return [GDN_PREFILL, GDN_LAYER, PACKED_DECODE, DECODE]
+    done = [PACKED_DECODE, DECODE]
+    for name, make, registers in (
+        (GDN_PREFILL, prefill_op, module.CustomOp),
+        (GDN_LAYER, gdn_layer, module.PluggableLayer),
+    ):
+        replaced = sys.modules[registers.__module__].op_registry_oot
+        if name in replaced:
+            logger.info("cula.integrations.vllm: %s stays that of another plug-in", name)
+            continue
+        registers.register_oot(name=name)(make(module.__dict__[name]))
+        _changes.on_undo(functools.partial(replaced.pop, name, None))
+        done.append(name)
+    return done
 
 
 def _patch_kda(module: ModuleType) -> list[str]:

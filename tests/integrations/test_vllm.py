@@ -31,17 +31,19 @@ def refuse(*args, **kwargs):
     raise AssertionError("vLLM's own")
 
 
+op_registry_oot = {}  # as in vLLM's module of `CustomOp`
+
+
 class CustomOp(torch.nn.Module):
     """As vLLM's: a class that was registered by the name of another is made in its place."""
 
-    replaced = {}
-
     def __new__(cls, *args, **kwargs):
-        return super().__new__(CustomOp.replaced.get(cls.__name__, cls))
+        return super().__new__(op_registry_oot.get(cls.__name__, cls))
 
     @classmethod
     def register_oot(cls, name):
-        return lambda replacement: CustomOp.replaced.update({name: replacement}) or replacement
+        assert name not in op_registry_oot
+        return lambda replacement: op_registry_oot.update({name: replacement}) or replacement
 
     def forward(self, *args, **kwargs):
         return self._forward_method(*args, **kwargs)
@@ -76,7 +78,6 @@ def stand_ins(monkeypatch, custom_op=CustomOp, pluggable=CustomOp):
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(CustomOp, "replaced", {})
     monkeypatch.setenv("CULA_VLLM", "1")
     modules = stand_ins(monkeypatch)
     cula_vllm.register()
@@ -93,19 +94,28 @@ def test_nothing_happens_unless_it_is_asked_for(monkeypatch):
 
 def test_one_line_says_what_was_replaced(monkeypatch, caplog):
     monkeypatch.setenv("CULA_VLLM", "1")
-    monkeypatch.setattr(CustomOp, "replaced", {})
     gdn, _ = stand_ins(monkeypatch)
     with caplog.at_level(logging.INFO, logger="cula"):
         cula_vllm.register()
         cula_vllm.register()
     said = [words for words in caplog.messages if "cuLA in the place of" in words]
     assert len(said) == 2 and "ChunkGatedDeltaRule" in said[0] and "fused_recurrent_kda_packed_decode" in said[1]
-    assert list(CustomOp.replaced) == ["ChunkGatedDeltaRule", "QwenGatedDeltaNetAttention"]
+    assert list(op_registry_oot) == ["ChunkGatedDeltaRule", "QwenGatedDeltaNetAttention"]
     layer = gdn.QwenGatedDeltaNetAttention("config", prefix="layers.0")
     assert isinstance(layer, gdn.QwenGatedDeltaNetAttention) and layer.config == "config"
     assert layer.gdn_decode_kernel == "triton" and not layer.enable_fused_gdn_decode
     cula_vllm.unregister()
-    assert gdn.__dict__[cula_vllm.DECODE] is refuse
+    assert gdn.__dict__[cula_vllm.DECODE] is refuse and not op_registry_oot
+
+
+def test_another_plug_ins_layer_stays(monkeypatch, caplog):
+    monkeypatch.setenv("CULA_VLLM", "1")
+    monkeypatch.setitem(op_registry_oot, "QwenGatedDeltaNetAttention", str)
+    stand_ins(monkeypatch)
+    with caplog.at_level(logging.INFO, logger="cula"):
+        cula_vllm.register()
+    assert op_registry_oot["QwenGatedDeltaNetAttention"] is str and "ChunkGatedDeltaRule" in op_registry_oot
+    assert "QwenGatedDeltaNetAttention stays that of another plug-in" in caplog.text
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -259,6 +269,7 @@ def test_with_vllms_own_registry(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     spec = importlib.util.spec_from_file_location("vllm.model_executor.custom_op", path)
     custom_op = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, custom_op)
     spec.loader.exec_module(custom_op)
     monkeypatch.setenv("CULA_VLLM", "1")
     gdn, _ = stand_ins(monkeypatch, custom_op.CustomOp, custom_op.PluggableLayer)
@@ -269,6 +280,8 @@ def test_with_vllms_own_registry(monkeypatch):
     q, k, v, a, b = tokens("gdn", 20)
     o, _ = op(q, k, v, -a.abs(), b.sigmoid(), torch.zeros(1, HV, V, K), True, torch.tensor([0, 20]))
     assert o.shape == v.shape and CALLS == {"vllm.gdn.prefill": 1}
+    cula_vllm.unregister()
+    assert not custom_op.op_registry_oot
 
 
 def test_our_functions_take_what_vllms_do():
