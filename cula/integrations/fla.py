@@ -141,13 +141,30 @@ def _why_not_simple_gla(a: Arguments) -> str | None:
     return _dims_objection(a)
 
 
+def _is_one_token_each(a: Arguments) -> bool:
+    """Whether packed sequences are known to have a token each. What lies on a GPU is not read."""
+    cu_seqlens = a.get("cu_seqlens")
+    if cu_seqlens is None or cu_seqlens.shape[0] - 1 != a["q"].shape[1]:
+        return False
+    return cu_seqlens.shape[0] == 2 or (cu_seqlens.device.type == "cpu" and bool((cu_seqlens.diff() == 1).all()))
+
+
+def _by_rows(function: Callable[..., Any], a: Arguments) -> Any:
+    """FLA's layers pack every step of a generation, `[1, N, heads, dim]`; as rows `[N, 1, heads, dim]` it is a decode."""
+    if not _is_one_token_each(a):
+        return function(**a)
+    rows = {name: a[name].transpose(0, 1) for name in ("q", "k", "v", "g", "gk", "beta") if a.get(name) is not None}
+    o, state = function(**a | rows | {"cu_seqlens": None})
+    return o.transpose(0, 1), state
+
+
 def _run_recurrent_kda(a: Arguments) -> Any:
-    return fused_recurrent_kda(**Arguments(inplace_final_state=True) | a)
+    return _by_rows(fused_recurrent_kda, Arguments(inplace_final_state=True) | a)
 
 
 def _run_recurrent_gdn(a: Arguments) -> Any:
     """FLA's inner function: A_log is None unless the kernel makes the gate."""
-    return fused_recurrent_gated_delta_rule(use_gate_in_kernel=a.get("A_log") is not None, **a)
+    return _by_rows(fused_recurrent_gated_delta_rule, Arguments(use_gate_in_kernel=a.get("A_log") is not None) | a)
 
 
 def _run_simple_gla(a: Arguments) -> Any:

@@ -2,6 +2,7 @@
 """FLA's models on a CPU with cuLA registered, beside FLA's own definitions; and what cuLA leaves to FLA."""
 
 import copy
+import importlib
 import inspect
 import itertools
 import logging
@@ -254,6 +255,27 @@ def test_flas_gates_a_channel_in_the_gated_delta_rule():
     want, want_state = reference.kda(**t)
     assert relative_error(o, want) < 1e-5 and relative_error(state.transpose(-1, -2), want_state) < 1e-5
     assert CALLS == {"fla.fused_recurrent_gated_delta_rule_fwd": 1}
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (2, 0, 1), (1,)])
+@pytest.mark.parametrize("name", ["kda", "gdn"])
+def test_packed_steps_of_a_generation(name, lengths, monkeypatch):
+    """Packed sequences of a token each are a decode; as many tokens as sequences alone do not say so."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+    from fla.ops.kda import fused_recurrent_kda
+
+    decodes = []
+    for module in ("cula.kda.fla", "cula.gdn.fla"):
+        theirs = importlib.import_module(module).decode
+        monkeypatch.setattr(f"{module}.decode", lambda *a, theirs=theirs, **kw: decodes.append(1) or theirs(*a, **kw))
+    t = KdaCall(lens=lengths, K=32, V=64, scalar_gate=name == "gdn").tensors()
+    h0 = t["initial_state"].transpose(-1, -2).contiguous()
+    named = {n: t[n] for n in ("q", "k", "v", "g", "beta", "cu_seqlens")}
+    function = fused_recurrent_kda if name == "kda" else fused_recurrent_gated_delta_rule
+    o, state = function(**named, initial_state=h0, output_final_state=True)
+    want, want_state = reference.kda(**t)
+    assert relative_error(o, want) < 1e-5 and relative_error(state.transpose(-1, -2), want_state) < 1e-5
+    assert len(decodes) == (max(lengths) == 1)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 20, 20, 64], dtype=torch.int32)])
