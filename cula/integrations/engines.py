@@ -50,29 +50,21 @@ def prefill(
         `(o, states)`: o `[1, T, HV, V]`; states `[1, NT, HV, V, K]` or None.
     """
     function: Any = cula_gdn if mode == "gdn" else cula_kda
-    keeps = returns_states or track_state is not None
-    if writes:
-        options |= {"state_pool": pool, "initial_state_indices": indices}
-    else:
-        first = pool.index_select(0, indices.clamp(min=0).long()).float()
-        options["initial_state"] = torch.where((indices >= 0)[:, None, None, None], first, 0)
+    first = None
+    if not writes or track_state is not None:
+        first = read_pool(Pool(pool, indices, None))
+    options |= {"state_pool": pool, "initial_state_indices": indices} if writes else {"initial_state": first}
     with torch.no_grad():
-        o, _, *states = function(q, k, v, g, beta, cu_seqlens=cu_seqlens, return_intermediate_states=keeps, **options)
         if track_state is not None:
-            assert track_chunk_idx is not None
-            _track(states[0][0], cu_seqlens, track_state, track_chunk_idx)
+            assert first is not None and track_chunk_idx is not None
+            is_first = (track_chunk_idx == 0)[:, None, None, None]  # before the first chunk: where the sequence starts
+            track_state.copy_(torch.where(is_first, first.to(track_state.dtype), track_state))
+            offsets = track_chunk_idx.clamp(min=0).to(torch.int32) * CHUNK
+            options |= {"checkpoint_states": track_state, "checkpoint_offsets": offsets}
+        if returns_states:
+            options["return_intermediate_states"] = True
+        o, _, *states = function(q, k, v, g, beta, cu_seqlens=cu_seqlens, **options)
     return o, states[0] if returns_states else None
-
-
-def _track(states: Tensor, cu_seqlens: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:
-    """Row n of `track_state` from states `[NT, HV, V, K]` at chunk starts, sequence by sequence."""
-    chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
-    first = chunks.cumsum(0) - chunks
-    wanted = (track_chunk_idx >= 0) & (track_chunk_idx < chunks)
-    rows = (first + track_chunk_idx).clamp(0, max(states.shape[0] - 1, 0)).long()
-    if states.shape[0]:
-        picked = states.index_select(0, rows).to(track_state.dtype)
-        track_state.copy_(torch.where(wanted[:, None, None, None], picked, track_state))
 
 
 def decode(

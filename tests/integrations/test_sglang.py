@@ -85,19 +85,21 @@ def test_extend(mode, page_major):
 @pytest.mark.parametrize("mode", ["gdn", "kda"])
 def test_extend_tracks_states_for_prefix_caches(mode):
     """`track_state[n]` is the state at the start of 64-token chunk `track_chunk_idx[n]`; -1 leaves the row alone."""
-    cu, idx = torch.tensor([0, 130, 140, 270], dtype=torch.int32), torch.tensor([2, -1, 1], dtype=torch.int32)
-    p, (q, k, v, a, b) = parameters(mode), tokens(mode, 270)
+    lengths, slots, idx = [130, 10, 130, 70], [1, 2, 3, -1], torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    p, (q, k, v, a, b) = parameters(mode), tokens(mode, 340)
     g = log_decay(mode, a, p)
     states = pool([1, 2, 3])
-    before, track = states.clone(), torch.full((3, HV, V, K), float("nan"))
-    named = {"ssm_states": states, "cache_indices": torch.tensor([1, 2, 3]), "query_start_loc": cu}
-    tracked = {"track_state": track, "track_chunk_idx": idx}
-    kernel(mode).extend(q, k, v, g.float(), b.sigmoid(), **named, **tracked)
-    for n, start in ((0, 128), (2, 64)):
-        at = slice(int(cu[n]), int(cu[n]) + start)
-        _, s = want(q, k, v, g, b, before[n + 1 : n + 2], at)
-        assert relative_error(track[n], s) < 1e-5
-    assert track[1].isnan().all()
+    before, track = states.clone(), torch.full((4, HV, V, K), float("nan"))
+    named = {"ssm_states": states, "cache_indices": torch.tensor(slots), "query_start_loc": cu}
+    kernel(mode).extend(q, k, v, g.float(), b.sigmoid(), **named, track_state=track, track_chunk_idx=idx)
+    for n, h0 in ((0, before[1:2]), (3, torch.zeros(1, HV, V, K))):
+        at = slice(int(cu[n]), int(cu[n]) + 64 * int(idx[n]))
+        assert relative_error(track[n], want(q, k, v, g, b, h0, at)[1]) < 1e-5
+    assert torch.equal(track[2], before[3]) and track[1].isnan().all()
+    for n, slot in enumerate(slots[:3]):
+        at = slice(int(cu[n]), int(cu[n + 1]))
+        assert relative_error(states[slot], want(q, k, v, g, b, before[slot : slot + 1], at)[1]) < 1e-5
     assert kernel(mode).supports_track_state_snapshot
 
 
