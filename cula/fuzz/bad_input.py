@@ -18,7 +18,7 @@ Keywords = dict[str, Any]
 
 
 def _some_tensor(draw: Draw, kw: Keywords) -> str:
-    return draw.one_of([name for name, x in kw.items() if isinstance(x, Tensor) and x.is_floating_point() and x.numel()])
+    return draw.one_of([name for name, x in kw.items() if isinstance(x, Tensor) and x.is_floating_point()])
 
 
 def wrong_rank(draw: Draw, kw: Keywords) -> str:
