@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     report.add_argument(
-        "--to", type=Path, help=f"folder of the page and its pictures (default: {REPORTS}/ in the current folder)"
+        "--to", "--out", type=Path, help=f"folder of the page and its pictures (default: {REPORTS}/ in the current folder)"
     )
     report.add_argument("--readme", type=Path, help="fill the generated block of this file too; needs --to, to which it links")
     compare = commands.add_parser("compare", help="regressions between two result files; exits 1 where there are any")
@@ -107,6 +107,8 @@ def chosen_peers(text: str) -> tuple[Peer, ...]:
 
 def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch sees no GPU here; use --device cpu")
     bad = [gate for gate in args.gate if gate not in all_gates()]
     if bad:
         raise ValueError(f"unknown gates {bad}; choose from {list(all_gates())}")

@@ -203,3 +203,10 @@ def test_the_command_is_installed_under_its_name():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     module, function = re.search(r'^cula-bench = "(.*):(.*)"$', text, re.MULTILINE).groups()
     assert getattr(importlib.import_module(module), function) is main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path, capsys):
+    assert main(["run", "decode", "--device", "cuda", "--out", str(tmp_path / "r.json")]) == 2
+    assert "--device cuda: torch sees no GPU here; use --device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
