@@ -145,7 +145,7 @@ def decode_calls(draw):
     T, N, H, G = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     K, V = draw(dims), draw(dims)
     P = N * T + 2
-    mode = draw(st.sampled_from(["kda", "lightning"]))
+    mode = draw(st.sampled_from(["kda", "gdn", "lightning"]))
     call = KdaCall(
         T=T,
         B=N,
@@ -153,17 +153,20 @@ def decode_calls(draw):
         HV=H * G,
         K=K,
         V=V,
-        gate=draw(st.sampled_from(["log", "softplus", "bounded"])),
+        gate=draw(st.sampled_from(["log", "softplus"] if mode == "gdn" else ["log", "softplus", "bounded"])),
+        scalar_gate=mode == "gdn",
         seed=draw(st.integers(0, 99)),
     )
     tensors = call.tensors()
     arguments = {n: tensors[n] for n in ("q", "k", "v")} | {"mode": mode, "commit": draw(st.booleans())}
-    if mode == "kda":
+    if mode != "lightning":
         arguments |= {n: tensors[n] for n in ("g", "beta", "A_log", "dt_bias")} | call.switches()
     else:
         arguments["decay"] = torch.rand(H * G)
     gen = torch.Generator().manual_seed(call.seed)
     slots = torch.randperm(P, generator=gen)
+    if mode == "gdn":
+        del arguments["lower_bound"]  # the definition has none
     arguments["null_index"] = draw(st.sampled_from(["negative", "nonpositive"]))
     per_token = draw(st.booleans())
     indices = slots[: N * T].view(N, T) if per_token else slots[:N]
@@ -174,6 +177,13 @@ def decode_calls(draw):
     if per_token or "intermediate_states" in arguments:
         arguments["num_accepted_tokens"] = draw(st.none() | st.just(torch.randint(0, T + 1, (N,), generator=gen)))
     arguments["state"] = torch.randn(P, H * G, V, K, generator=gen)
+    if draw(st.booleans()):  # ragged: of each row some tokens, behind each other
+        lengths = draw(st.lists(st.integers(0, T), min_size=N, max_size=N).filter(any))
+        of_rows = torch.cat([n * T + torch.arange(length) for n, length in enumerate(lengths)])
+        for name in ("q", "k", "v", "g", "beta"):
+            if name in arguments:
+                arguments[name] = arguments[name].flatten(0, 1)[of_rows][None]
+        arguments["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
     return arguments
 
 

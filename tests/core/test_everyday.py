@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import cula
 from cula import reference
 from cula.reference import relative_error
-from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall, LightningCall
+from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
 
 NAMES = {"q": "Q", "k": "K", "v": "V"}
 
@@ -22,9 +22,15 @@ def lightning(tensors, backend, **more):
     return cula.cula_lightning(**named, backend=backend, output_final_state=True, **more)
 
 
+def gdn(tensors, backend, **more):
+    return cula.cula_gdn(**tensors, backend=backend, output_final_state=True, **more)
+
+
 GATED = KdaCall(T=70, gate="softplus", norm=True, beta="sigmoid")
+GATED_BY_HEAD = GdnCall(T=20, gate="softplus", norm=True, beta="sigmoid")
 CALLS = {
     "kda": (kda, GATED, GATED.switches()),
+    "gdn": (gdn, GATED_BY_HEAD, GATED_BY_HEAD.switches()),
     "lightning": (lightning, LightningCall(T=70), {}),
 }
 

@@ -14,9 +14,9 @@ from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall
 ALL_SWITCHES = {"gate": "softplus", "norm": True, "beta": "sigmoid"}
 CALLS = [
     GdnCall(),
-    GdnCall(T=33, B=2, H=1, HV=3, K=32, V=64, initial_state=False),
+    GdnCall(T=20, B=2, H=1, HV=2, K=32, V=64, initial_state=False),
     GdnCall(lens=(0, 65, 0, 1), **ALL_SWITCHES),
-    GdnCall(decay=50.0),
+    GdnCall(T=20, decay=50.0),
     GdnCall(T=40, same_keys=True, beta="two", decay=0.01),  # post-sigmoid, up to 2
     GdnCall(T=40, gate="softplus", norm=True, beta="negative"),
     GdnCall(T=65, dtype=torch.bfloat16, gate_dtype=torch.bfloat16, parameter_dtype=torch.bfloat16, **ALL_SWITCHES),
@@ -84,22 +84,44 @@ def test_rows_of_one_projection_are_read_in_place(backend, device):
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_pool_is_updated_in_place(backend, device, pool_dtype):
-    call = GdnCall(lens=(20, 0, 33, 7), initial_state=False, **ALL_SWITCHES)
+    """Slots that are named, one of them by a sequence that starts from zero; 0 is null, and so are negative ones."""
+    call = GdnCall(lens=(20, 0, 33, 7, 3), initial_state=False, **ALL_SWITCHES)
     tensors = call.tensors(device)
     gen = torch.Generator().manual_seed(3)
     pool = torch.full((6, call.HV, call.V, call.K), torch.nan)
     pool[[4, 1]] = torch.randn(2, call.HV, call.V, call.K, generator=gen)
     pool = pool.to(device, pool_dtype)
     before = pool.clone()
-    slots, has = torch.tensor([4, 1, 2, -1], device=device), torch.tensor([True, True, False, False], device=device)
+    slots = torch.tensor([4, 1, 2, -1, 0], device=device)
+    has = torch.tensor([True, True, False, False, True], device=device)
     call = call.with_(final_state=False)
-    o, _ = run(call, backend, tensors, state_pool=pool, initial_state_indices=slots, has_initial_state=has)
-    first = torch.stack([before[4].float(), before[1].float(), *torch.zeros(2, *pool.shape[1:], device=device)])
+    of_pool = {"state_pool": pool, "initial_state_indices": slots, "has_initial_state": has, "null_index": "nonpositive"}
+    o, _ = run(call, backend, tensors, **of_pool)
+    first = torch.stack([before[4].float(), before[1].float(), *torch.zeros(3, *pool.shape[1:], device=device)])
     want_o, want = reference.gdn(**tensors | {"initial_state": first}, **call.switches())
     tolerance = max(TOLERANCE[call.dtype], TOLERANCE[pool_dtype])
     assert relative_error(o, want_o) < TOLERANCE[call.dtype]
     assert relative_error(pool[[4, 1, 2]], want[:3]) < tolerance
     assert torch.equal(pool[1], before[1]) and bool(pool[[0, 3, 5]].isnan().all())
+
+
+@pytest.mark.parametrize("by", ["every", "offsets"])
+def test_states_inside_of_prompts_are_kept(backend, device, by):
+    call = GdnCall(lens=(130, 20, 64), norm=True)
+    tensors = call.tensors(device)
+    kept = torch.full((3, call.HV, call.V, call.K), 7.0, device=device)
+    which = {"checkpoint_every": 64} if by == "every" else {"checkpoint_offsets": torch.tensor([128, 0, 64], device=device).int()}
+    run(call, backend, tensors, checkpoint_states=kept, **which)
+    ends = [(0, 64), (0, 128), (2, 64)] if by == "every" else [(0, 128), None, (2, 64)]
+    for row, end in zip(kept, ends):
+        if end is None:
+            assert bool((row == 7).all())
+            continue
+        n, length = end
+        first = int(tensors["cu_seqlens"][n])
+        part = {k: t[:, first : first + length] if k in TOKENS else t for k, t in tensors.items()}
+        part |= {"cu_seqlens": None, "initial_state": tensors["initial_state"][n : n + 1]}
+        assert relative_error(row, reference.gdn(**part, **call.switches())[1][0]) < TOLERANCE[call.dtype]
 
 
 def test_the_affine_map_and_chunk_states(backend, device):

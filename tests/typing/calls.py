@@ -17,6 +17,8 @@ def prefill(q: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     assert_type(state, Tensor | None)
     o, state, h = cula.cula_kda(q, q, q, g, beta, return_intermediate_states=True, use_qk_l2norm_in_kernel=True)
     assert_type(h, Tensor)
+    o, state, h = cula.cula_gdn(q, q, q, beta, beta, return_intermediate_states=True, null_index="nonpositive")
+    assert_type(h, Tensor)
     o, state = cula.cula_lightning(q, q, q, beta[0, 0], chunk_size=32)
     assert_type(state, Tensor | None)
     return o
@@ -28,6 +30,7 @@ def decode(q: Tensor, pool: Tensor, decay: Tensor) -> Tensor:
 
 
 def mistakes(q: Tensor, g: Tensor, beta: Tensor) -> None:
+    cula.cula_gdn(q, q, q, beta, beta, lower_bound=-5.0)  # type: ignore[call-overload]
     cula.cula_kda(q, q, q, g, beta, use_gate_in_kernal=True)  # type: ignore[call-overload]
     cula.cula_kda(q, q, q, g, beta, lower_bound="-5")  # type: ignore[call-overload]
     _, _, _ = cula.cula_kda(q, q, q, g, beta)  # type: ignore[misc]

@@ -170,16 +170,16 @@ def test_a_prefill_is_captured_and_sees_new_data(lens):
     assert torch.equal(state, want_state)
 
 
-@pytest.mark.parametrize("mode", ["kda", "lightning"])
+@pytest.mark.parametrize("mode", ["kda", "gdn", "lightning"])
 def test_decode_is_captured_and_sees_new_slots(mode):
-    call = FULL.with_(T=1, B=4)
+    call = FULL.with_(T=1, B=4, scalar_gate=mode == "gdn", gate="softplus" if mode == "gdn" else FULL.gate)
     t = call.tensors("cuda")
     decay = torch.tensor([0.0, 0.1, 0.5, 2.0], device="cuda")
     pool = torch.randn(8, call.HV, call.V, call.K, device="cuda")
     start = pool.clone()
     slots = torch.full((4,), -1, dtype=torch.int32, device="cuda")
     common = {"state": pool, "state_indices": slots, "mode": mode, "backend": "triton"}
-    if mode == "kda":
+    if mode != "lightning":
         arguments = {n: t[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")} | call.switches()
     else:
         arguments = {n: t[n] for n in ("q", "k", "v")} | {"decay": decay}
