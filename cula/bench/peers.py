@@ -22,6 +22,7 @@ from cula.bench.check import Outputs
 from cula.bench.inputs import Inputs
 
 GATHERED = "takes no slot indices: it was given its states gathered beforehand"
+UNBOUNDED = ("init", "softplus")  # gates that not all libraries activate
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class CudnnFrontend(Peer):
             return "its KDA forward is what is compared here"
         if case.has("pool"):
             return "its kernel takes no pool of states here"
-        if case.has("gate") and case.gate == "init":
+        if case.has("gate") and case.gate in UNBOUNDED:
             return "its in-kernel gate is the bounded one only"
         if case.dtype != "bfloat16" or (case.K, case.V) != (128, 128):
             return "its Hopper kernel takes bf16 and K = V = 128"
@@ -239,7 +240,7 @@ class FlashKda(Peer):
             return "it has a KDA forward only"
         if case.has("pool"):
             return "its kernel takes no pool of states"
-        if case.gate == "init" or not {"gate", "sigmoid", "norm"} <= set(case.flags):
+        if case.gate in UNBOUNDED or not {"gate", "sigmoid", "norm"} <= set(case.flags):
             return "its kernel always applies the bounded gate, the sigmoid and the norm"
         if case.dtype != "bfloat16" or case.H != case.HV or (case.K, case.V) != (128, 128):
             return "it takes bf16, HV = H and K = V = 128"

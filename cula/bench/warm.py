@@ -28,6 +28,7 @@ from cula.bench.inputs import make
 from cula.bench.ours import Cula
 from cula.bench.peers import PEERS
 
+SAME_KERNELS = {"slow": "fast", "mixed": "fast", "softplus": "init"}  # gates, and those that run the same
 MAX_ROWS = 2**20  # tokens x heads of a peer's call: every process allocates its tensors
 SECONDS = 300.0  # unless the run's budget says otherwise
 
@@ -38,7 +39,7 @@ def units(cases: Sequence[Case], peers: Sequence[str], backend: str, device: str
     """Every call once, whatever the decay: cuLA's as it is, a peer's at most `MAX_ROWS` long."""
     found: dict[tuple[Any, ...], Unit] = {}
     for case in (c for c in cases if c.suite != "dist"):
-        case = replace(case, suite="warm", mode="", gate="fast" if case.gate == "slow" else case.gate)
+        case = replace(case, suite="warm", mode="", gate=SAME_KERNELS.get(case.gate, case.gate))
         found.setdefault(("cula", case.id), ("cula", backend, case.to_json(), device))
         if not case.packed:
             case = replace(case, lens=(max(min(case.lens[0], MAX_ROWS // (case.HV * case.N)), 1),) * case.N)

@@ -128,7 +128,7 @@ def cula_kda(
         use_gate_in_kernel: the log decay is `-exp(A_log) * softplus(g + dt_bias)` or, with `lower_bound`,
             `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
         cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1); int32 or int64.
-        safe_gate: promises log decays within about [-5, 0), which lets more of the work run on tensor cores.
+        safe_gate: promises log decays within about [-5, 0), which makes some kernels faster and changes nothing else.
         lower_bound: bound of the gate, in [-5, 0).
         disable_recompute: keep the chunk states for the backward instead of making them again.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).

@@ -6,6 +6,9 @@
 | `fast` | `-5 sigmoid(N(0, 1))` | about ten tokens |
 | `slow` | `-5 sigmoid(N(0, 1) - 10)` | thousands of tokens |
 | `init` | `-A softplus(N(0, 1) + b)`, A ~ U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1] | how a Kimi model starts |
+| `slopes` | `-5 sigmoid(e^A (N(0, 1) + b))`, A ~ U(0, 1) a head, b ~ U(0, 1) a channel | ten tokens; single ones keep all |
+| `mixed` | `-5 sigmoid(N(0, 1) + b)`; heads in turn b = -10 for 8 channels and 0 for others, b ~ U(-10, 0) for all | both |
+| `softplus` | `-A softplus(N(0, 1) + b)`, A ~ U(1, 16) a head, b ~ U(-6, 1) a channel | less than a token to hundreds |
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from cula.core.constants import L2_NORM_EPS
 from cula.kda.reference import kda_gate
 
 GATES = ("fast", "slow", "init")
+MORE_GATES = ("slopes", "mixed", "softplus")
 LOWER_BOUND = -5.0
 SLOW_BIAS = -10.0
+SLOW_CHANNELS = 8  # of a head, in gates that are mixed
 
 # (total tokens, heads, sequences)
 CUDNN_TEN = (
@@ -75,10 +80,10 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
 
 
 def _on_gpu(suite: str) -> list[Case]:
-    if suite == "kda-prefill":
+    if suite in ("kda-prefill", "kda-gates"):
         shapes = [batch(suite, "kda_prefill", *s) for s in CUDNN_TEN + LARGE]
         shapes.insert(12, Case(suite, "kda_prefill", PACKED_LENS, 96, 96, packed=True))
-        return gated(shapes, GATES)
+        return gated(shapes, GATES if suite == "kda-prefill" else MORE_GATES)
     if suite == "kda-train":
         sizes = ((8192, 32, 1), (8192, 64, 2), (32768, 16, 1))
         shapes = [batch(suite, "kda_train", *s, flags=TRAINING) for s in sizes]
@@ -101,6 +106,8 @@ def _small(suite: str) -> list[Case]:
     if suite == "kda-prefill":
         shapes = gated([batch(suite, "kda_prefill", *s) for s in ((512, 4, 1), (1024, 4, 4))], GATES)
         return [*shapes, Case(suite, "kda_prefill", (300, 47, 165), 4, 4, packed=True)]
+    if suite == "kda-gates":
+        return gated([batch(suite, "kda_prefill", 512, 4, 1)], MORE_GATES)
     if suite == "kda-train":
         return gated([batch(suite, "kda_train", 256, 2, 1, flags=TRAINING)], ("fast", "slow"))
     if suite == "gva":
@@ -122,16 +129,7 @@ def add_inputs(x: Inputs, random: Random) -> None:
         normalise(x)
     tail = (case.HV,) if case.has("scalar") else (case.HV, case.K)
     g = random.normal(*x.q.shape[:2], *tail)
-    lower_bound: float | None = LOWER_BOUND
-    A_log = 0.1 * (random.uniform(case.HV) - 0.5)
-    dt_bias = 0.1 * (random.uniform(*tail) - 0.5)
-    if case.gate == "slow":
-        dt_bias = dt_bias + SLOW_BIAS
-    elif case.gate == "init":
-        lower_bound = None
-        A_log = (1 + 15 * random.uniform(case.HV)).log()
-        dt = (math.log(1e-3) + random.uniform(*tail) * (math.log(1e-1) - math.log(1e-3))).exp()
-        dt_bias = dt + (-torch.expm1(-dt)).log()  # softplus(dt_bias) == dt
+    A_log, dt_bias, lower_bound = gate_parameters(case, tail, random)
     if case.has("gate"):
         x.g, x.A_log, x.dt_bias, x.lower_bound = g, A_log, dt_bias, lower_bound
     else:
@@ -139,6 +137,27 @@ def add_inputs(x: Inputs, random: Random) -> None:
     x.beta = random.normal(*x.q.shape[:2], case.HV)
     if not case.has("sigmoid"):
         x.beta = x.beta.sigmoid()
+
+
+def gate_parameters(case: Case, tail: tuple[int, ...], random: Random) -> tuple[Tensor, Tensor, float | None]:
+    """(A_log, dt_bias, lower_bound) of a case's gate."""
+    if case.gate in ("init", "softplus"):
+        A_log = (1 + 15 * random.uniform(case.HV)).log()
+        if case.gate == "softplus":
+            return A_log, 7 * random.uniform(*tail) - 6, None
+        dt = (math.log(1e-3) + random.uniform(*tail) * (math.log(1e-1) - math.log(1e-3))).exp()
+        return A_log, dt + (-torch.expm1(-dt)).log(), None  # softplus(dt_bias) == dt
+    if case.gate == "slopes":
+        return random.uniform(case.HV), random.uniform(*tail), LOWER_BOUND
+    A_log = 0.1 * (random.uniform(case.HV) - 0.5)
+    dt_bias = 0.1 * (random.uniform(*tail) - 0.5)
+    if case.gate == "slow":
+        dt_bias = dt_bias + SLOW_BIAS
+    elif case.gate == "mixed":
+        dt_bias[1::2] += SLOW_BIAS * random.uniform(*dt_bias[1::2].shape[:1], *(1 for _ in tail[1:]))
+        if len(tail) > 1:
+            dt_bias[0::2, :SLOW_CHANNELS] += SLOW_BIAS
+    return A_log, dt_bias, LOWER_BOUND
 
 
 def call(x: Inputs, t: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -170,12 +189,13 @@ def token_bytes(case: Case) -> int:
 BENCH = FamilyBench(
     suites={
         "kda-prefill": "KDA forward over whole sequences",
+        "kda-gates": "the same with gates of other kinds: steep slopes, slow channels among fast ones, without a bound",
         "kda-train": "KDA forward and backward, with peak memory",
         "gva": "grouped value heads, and one gate a head (gated delta rule)",
         "segments": "KDA forward, few heads and long sequences: the sequence itself must be cut",
     },
     cases=cases,
-    gates=GATES,
+    gates=(*GATES, *MORE_GATES),
     add_inputs=add_inputs,
     leaves=("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0"),
     call=call,

@@ -34,7 +34,7 @@ def kda_prefill_hopper(
     dt_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The Hopper prefill: bfloat16, K = V = 128, decays of -5 or more a token, forward only.
+    """The Hopper prefill: bfloat16, K = V = 128, any gate, forward only.
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_kda`; states are `[N, HV, V, K]` float32, and cu_seqlens is int32.
@@ -83,7 +83,7 @@ def kda_prefill_blackwell(
     dt_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The Blackwell prefill: bfloat16, K = V = 128, decays of -5 or more a token, forward only. **Never run on hardware.**
+    """The Blackwell prefill: bfloat16, K = V = 128, any gate, forward only. **Never run on hardware.**
 
     Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
     compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.

@@ -27,6 +27,12 @@ def test_the_eighteen_shapes_at_three_gates():
     assert all(c.dtype == "bfloat16" and c.flags == ALL_FLAGS for c in cases)
 
 
+def test_other_gates_at_the_same_shapes():
+    cases = build(["kda-gates"], "cuda")
+    assert {c.gate for c in cases} == {"slopes", "mixed", "softplus"}
+    assert {c.shape for c in cases} == {c.shape for c in build(["kda-prefill"], "cuda")}
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("suite", known())
 def test_cases_have_distinct_names_and_survive_json(suite, device):

@@ -21,7 +21,7 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, *t.shape[2:])
 
 
-@pytest.mark.parametrize("gate", ["fast", "slow", "init"])
+@pytest.mark.parametrize("gate", ["fast", "slow", "init", "slopes", "mixed", "softplus"])
 @pytest.mark.parametrize("flags", [ALL_FLAGS, ("ht",), ("h0", "ht", "scalar")])
 def test_kda_values_are_the_reference(gate, flags):
     case = Case("gva", "kda_prefill", (37, 1, 70), 2, 4, gate=gate, flags=flags, packed=True, **DIMS)

@@ -3,5 +3,5 @@
 
 # The variants of Blackwell's KDA kernels that tests run: between them they have every type and flag.
 BLACKWELL_KDA = tuple(f"kda_{kind}" for kind in (
-    "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_log_bf16", "f16_gate_bf16_scalar",
+    "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_safe_bf16", "f16_softplus_bf16", "f16_gate_bf16_scalar",
 ))  # fmt: skip

@@ -102,6 +102,8 @@ def arithmetic(R, program, i):
         if name != "fma" and name not in (FLOAT_UNARY if len(A) == 2 else FLOAT_BINARY if len(A) == 3 else ()):
             raise unsupported(i)
         f = "fma" if name == "fma" else FLOAT_UNARY[name] if len(A) == 2 else FLOAT_BINARY[name]
+        if "NaN" in i.parts and name in ("max", "min"):  # np.fmax passes NaN by, np.maximum does not
+            return f"np.{name}imum({','.join(R(a, 'F') for a in A[1:])},out={R(A[0], 'F')})"
         return f"{f}({','.join(R(a, 'F') for a in A[1:])},{R(A[0], 'F')})"
     return integer(R, program, i)
 

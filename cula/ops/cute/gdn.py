@@ -41,6 +41,4 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     """Why the kernels do not serve a call on a GPU that they are for, as a sentence; None if they do."""
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
-    if problem.gate == "softplus":
-        return "has no softplus gate: pass log decays"
     return kda.why_not(op, kda_problem(problem))

@@ -67,10 +67,6 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     p = problem
     if p.K != K or p.V != V:
         return f"takes K = V = {K}, and this call has K = {p.K}, V = {p.V}"
-    if p.gate == "softplus":
-        return "has no softplus gate: pass lower_bound, or log decays"
-    if p.gate == "log" and not p.options.safe_gate and not p.has_scalar_gate:
-        return "needs decays of -5 or more a token: lower_bound with the gate in the kernel, or safe_gate=True with log decays"
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in SHORT:
             return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
@@ -93,7 +89,9 @@ def checkpoints_why_not(problem: KdaProblem) -> str | None:
 def variant(problem: KdaProblem) -> str:
     """The name of the split kernels. fp16 operands where keys and queries are normalised, and so within their range."""
     dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
-    gate = "gate" if problem.options.use_gate_in_kernel else "log"
+    gate = "gate" if problem.gate == "bounded" else problem.gate
+    if gate == "log" and problem.options.safe_gate and not problem.has_scalar_gate and problem.g_dtype is torch.bfloat16:
+        gate = "safe"
     return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
 
 

@@ -113,8 +113,6 @@ def why_split(problem: KdaProblem, num_sms: int) -> str | None:
         return f"{arch.title} has no fused kernel"
     if not p.options.use_qk_l2norm_in_kernel:
         return "the fused kernel takes keys that it normalises"
-    if not p.has_scalar_gate and p.g_dtype is not torch.bfloat16:
-        return "the fused kernel takes gates in bfloat16, or one a head"
     most, heads = num_sms // 2, p.N * p.HV
     if p.T <= BRIEF and heads <= most:
         return None

@@ -20,6 +20,7 @@ from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda, kda_abi
+from cula.ops.cute.kda_abi import BOUND, LARGEST, VEC
 from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build, self_check
 from cula.reference import relative_error
@@ -45,9 +46,10 @@ class Case:
     num_sms: int = NUM_SMS  # few: no helpers for transitions
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     slow: tuple[int, int] = (0, 0)  # from which token to which the gate, fast elsewhere, forgets in thousands
-    gate: str = "bounded"  # or "log"
+    gate: str = "bounded"  # or "softplus", or "log"
     has_scalar_gate: bool = False
-    decays: str = "random"  # of log gates: or "alternating", "zero", "fastest", or "steep", which has no bound
+    decays: str = "random"  # of log gates, within -5: or "alternating", "zero", "fastest"; or "steep", one of `STEEP`: no bound
+    is_safe: bool = False  # the caller promises a bound of log gates
     is_normalised: bool = True  # in the kernel
     are_keys_alike: bool = False
     g: torch.dtype = torch.bfloat16
@@ -59,6 +61,29 @@ class Case:
         default = Case(())
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return ",".join(f"{k}={v}" for k, v in given.items() if v != getattr(default, k)).replace("torch.", "")
+
+
+def steep_decays(kind: str, T: int) -> torch.Tensor:
+    """Log decays [T, D] that are no product of factors within float32, in one way or another."""
+    random = torch.Generator().manual_seed(1)
+    share, t, c = torch.rand(T, D, generator=random), torch.arange(T)[:, None], torch.arange(D)
+    if kind == "to -50":
+        return -50.0 * share
+    if kind == "all -50":
+        return torch.full((T, D), -50.0)
+    if kind == "resets":  # of single entries
+        return torch.where(share < 0.1, -math.inf, 0.0)
+    if kind == "tokens reset":
+        return torch.where(t % 16 == t // 16 % 16, -50.0, -0.003).expand(T, D)
+    if kind == "runs":  # within a block of 16 rows
+        return torch.where((t % 16 >= 4) & (t % 16 < 8), -50.0, -0.01).expand(T, D)
+    if kind == "channels":
+        return torch.where(c % 2 == 0, -50.0, -0.01).expand(T, D)
+    assert kind == "huge"
+    return -1e30 * share.round()
+
+
+STEEP = ("to -50", "all -50", "resets", "tokens reset", "runs", "channels", "huge")
 
 
 # Between them they take variants that have every type and flag, and every pair of those that go together. A segment is chained
@@ -73,7 +98,7 @@ CASES = [
     Case((100, 100), per_segment=1, shift=-8.0, is_packed=False, HV=2, beta=torch.bfloat16),
     Case((330,), per_segment=1, gate="log", decays="alternating", g=torch.float32),
     Case((330,), per_segment=1, gate="log", decays="zero", g=torch.float32),
-    Case((130,), per_segment=1, gate="log", decays="fastest", g=torch.float32),
+    Case((130,), per_segment=1, gate="log", decays="fastest", g=torch.float32, is_safe=True),
     Case((400,), per_segment=2, shift=-8.0, size=1e6),
     Case((400,), per_segment=2, shift=-8.0, size=1e-7),
     Case((150, 70), per_segment=1, shift=-6.0, HV=2, has_scalar_gate=True),
@@ -81,7 +106,18 @@ CASES = [
     Case((150, 20), per_segment=1, shift=-3.0, gate="log", decays="steep", has_scalar_gate=True),
     Case((150,), per_segment=1, shift=-6.0, gate="log", decays="steep", has_scalar_gate=True, is_normalised=False),
     Case((40, 400), per_segment=2, shift=-8.0, is_normalised=False, g=torch.float32),
-    Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16),
+    Case((130,), per_segment=1, is_normalised=False, gate="log", beta=torch.bfloat16, is_safe=True),
+]
+
+# Gates without a bound.
+UNBOUNDED = [
+    *(Case((200,), per_segment=1, gate="log", decays=decays, g=torch.float32) for decays in STEEP),
+    Case((70, 5, 64), per_segment=1, gate="log", decays="resets", HV=2, H=2),
+    Case((330, 40), per_segment=1, gate="softplus", shift=1.0, HV=2),
+    Case((390,), per_segment=1, num_sms=8, gate="softplus", shift=-14.0, are_keys_alike=True, g=torch.float32),
+    Case((150, 20), per_segment=1, gate="softplus", shift=-2.0, has_scalar_gate=True),
+    Case((130, 40), per_segment=1, gate="softplus", shift=1.0, is_normalised=False),
+    Case((200,), per_segment=1, gate="log", decays="to -50", is_normalised=False, is_packed=False),
 ]
 
 # Sequences that are split anew because some segment is chained, with helpers and without, some into a single segment.
@@ -116,6 +152,13 @@ FUSED = [
     Case((200,), clusters=1, shift=-6.0, g=torch.float32, has_scalar_gate=True, is_packed=False),
     Case((150, 20), clusters=1, shift=-3.0, gate="log", decays="steep", has_scalar_gate=True),
     Case((150,), clusters=1, shift=-2.0, gate="log", g=torch.float32, has_scalar_gate=True, is_packed=False),
+    Case((150, 20), clusters=1, gate="softplus", shift=-2.0, has_scalar_gate=True),
+    Case((70, 5, 64, 0, 200, 1), clusters=2, HV=2, gate="softplus", shift=1.0),
+    Case((390,), clusters=1, gate="softplus", shift=-14.0, are_keys_alike=True),
+    Case((130,), clusters=1, gate="log", decays="fastest", is_safe=True),
+    *(Case((200,), clusters=1, gate="log", decays=decays) for decays in ("resets", "huge")),
+    *(Case((150, 70), clusters=1, gate="log", decays=decays, g=torch.float32) for decays in ("to -50", "resets", "runs")),
+    Case((200,), clusters=2, HV=2, shift=-4.0, g=torch.float32),
 ]
 
 
@@ -139,11 +182,14 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
     A_log = dt_bias = None
     if case.has_scalar_gate:
         g = g[..., 0]
-    if case.gate == "bounded":
+    if case.gate != "log":
         A_log, dt_bias = 0.1 * normal(case.HV), 0.1 * normal(case.HV, D) + case.shift
         dt_bias = dt_bias[:, 0].contiguous() if case.has_scalar_gate else dt_bias
+        A_log = A_log + math.log(16.0) if case.gate == "softplus" else A_log
     elif case.decays in ("random", "steep"):
         g = (-5.0 if case.decays == "random" else -2000.0) * torch.sigmoid(g + case.shift)
+    elif case.decays in STEEP:
+        g = steep_decays(case.decays, T)[:, None].expand_as(g)
     else:
         odd = (torch.arange(T)[:, None, None] + torch.arange(D)) % 2 == 1
         g = {"alternating": -5.0 * odd, "zero": 0.0 * odd, "fastest": -5.0 + 0.0 * odd}[case.decays].expand_as(g)
@@ -154,10 +200,10 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
     )
     options = KdaOptions(
         lower_bound=-5.0 if case.gate == "bounded" else None,
-        use_gate_in_kernel=case.gate == "bounded",
+        use_gate_in_kernel=case.gate != "log",
         use_qk_l2norm_in_kernel=case.is_normalised,
         use_beta_sigmoid_in_kernel=True,
-        safe_gate=case.decays != "steep",
+        safe_gate=case.is_safe,
         output_final_state=True,
     )
     p, x = check_kda(KdaInputs(*(None if t is None else t.to(device) for t in x)), options)
@@ -192,6 +238,113 @@ def check(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> None:
     assert of_state < STATE_TOLERANCE[dtype]
 
 
+# What a chunk forgets
+
+
+def chunk_bounds(p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(o, the last states, the bounds [chunk number, HV] that the intra-chunk kernel left in the workspace)."""
+    kept, empty = [], torch.empty
+
+    def keep(*shape, **kwargs):
+        t = empty(*shape, **kwargs)
+        kept.extend([t] if t.dtype == torch.uint8 else [])
+        return t
+
+    ht = torch.full((p.N, p.HV, D, D), torch.nan, device=x.q.device)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", keep)
+        o = kda.run(p, x, made, ht)
+    work = kept[0]
+    transitions = made.segments * p.HV if made.has_transitions else 0
+    at = kda_abi.WORKSPACE.offsets(records=made.chunks * p.HV, segments=made.segments * p.HV, transitions=transitions)["vec"]
+    vec = work[at : at + made.chunks * p.HV * VEC * 4].view(torch.float32).view(made.chunks, p.HV, VEC)
+    return o, ht, vec[..., BOUND : BOUND + 4].sum(-1) + vec[..., LARGEST : LARGEST + 4].amax(-1)
+
+
+def forgetful_chunks() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Log decays [64, D], keys and write strengths of chunks that a bound may be wrong about."""
+    random = torch.Generator().manual_seed(5)
+    normal, share = (lambda *s: torch.randn(*s, generator=random)), (lambda *s: torch.rand(*s, generator=random))
+    t, c = torch.arange(64)[:, None], torch.arange(D)
+    keys, b = normal(64, D), share(64)
+    alike, one_hot = 1 + 0.1 * normal(64, D), torch.nn.functional.one_hot(torch.randint(0, D, (64,), generator=random), D).float()
+    fast, rotating = -5 * torch.sigmoid(normal(64, D)), torch.where(c // 2 == t % 64, 0.0, -5.0)
+    handed = torch.zeros(64, D)  # reflections that hand the state on from one slow channel to the next
+    handed[torch.arange(64), 2 * torch.arange(64)], handed[torch.arange(64), 2 * (torch.arange(64) + 1) % D] = 1.0, -1.0
+    chunks = {f"speed {s}": (torch.full((64, D), s), keys, b) for s in (-0.2, -0.25, -0.3, -0.4)}
+    chunks |= {f"speed {s}, alike": (torch.full((64, D), s), alike, torch.ones(64)) for s in (-0.003, -0.25, -0.35)}
+    chunks |= {f"slopes {A}": (-5 * torch.sigmoid(math.exp(A) * (normal(64, D) + share(D))), keys, b) for A in (0.0, 1.0, 2.0)}
+    return chunks | {
+        "fast": (fast, keys, b),
+        "fast, reflections": (fast, alike, 2 * share(64)),
+        "fast, one-hot": (fast, one_hot, 2 * share(64)),
+        "a slow channel that rotates": (rotating, keys, b),
+        "and is handed on": (rotating, handed, torch.full((64,), 2.0)),
+        "slow channels": (torch.where(c < 8, -0.001, fast), keys, b),
+        "bursts": (torch.where(t % 16 == 3, -5.0, -0.01).expand(64, D), keys, b),
+        "resets": (torch.where(share(64, D) < 0.3, -math.inf, -0.01), keys, 2 * share(64)),
+    }
+
+
+def exact_transition(g: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """M of S -> M S + B, in float64, token by token."""
+    M = torch.eye(D, dtype=torch.float64, device=g.device)
+    for g_t, k_t, b_t in zip(g.double(), torch.nn.functional.normalize(k.double(), dim=-1), b.double()):
+        M = g_t.exp()[:, None] * M
+        M = M - b_t * k_t[:, None] * (k_t @ M)[None]
+    return M
+
+
+def of_decays(q, k, v, g, beta, h0=None, lengths=None, **options) -> tuple[KdaProblem, KdaInputs]:
+    """A call with activated gates and betas, [T, ...] of one head."""
+    offsets = None if lengths is None else torch.tensor([0, *lengths], device=q.device).cumsum(0).int()
+    x = KdaInputs(
+        *(t[None, :, None].bfloat16() for t in (q, k, v)), g[None, :, None], beta[None, :, None], None, None, h0, offsets
+    )
+    p, x = check_kda(x, KdaOptions(use_qk_l2norm_in_kernel=True, output_final_state=True, **options))
+    return dataclasses.replace(p, sm=p.sm or HOPPER_SM), x
+
+
+def check_bounds(monkeypatch, device: str) -> None:
+    """No chunk keeps more of any state than its bound says, and those that models have are found to forget."""
+    chunks = forgetful_chunks()
+    g, k, b = (torch.cat(parts).to(device) for parts in zip(*chunks.values()))
+    p, x = of_decays(torch.ones_like(k), k, torch.ones_like(k), g, b, lengths=[64] * len(chunks))
+    _, _, bounds = chunk_bounds(p, x, split_into(p, 100, NUM_SMS), monkeypatch)
+    for n, name in enumerate(chunks):
+        rows = slice(64 * n, 64 * n + 64)
+        norm = torch.linalg.matrix_norm(exact_transition(g[rows], x.k[0, rows, 0], b[rows]), 2).item()
+        bound = bounds[2 * n, 0].item()  # the numbers of a sequence's chunks begin at cu // 64 + n
+        assert norm <= 1.02 * bound + 2.0**-24, (name, norm, bound)
+        if name.startswith(("fast", "slopes", "a slow channel that rotates")):
+            assert bound < 2.0**-24, (name, bound)
+        if name in ("and is handed on", "slow channels", "speed -0.003, alike"):
+            assert norm > 0.5, (name, norm)
+
+
+def check_that_what_is_forgotten_does_not_matter(monkeypatch, device: str) -> None:
+    """Four chunks leave a state 2^12 times as large as what comes after; the next is only just called forgetful, so that the last
+    segment starts from zero before it. Its outputs and its state are as right as without the cut."""
+    random = torch.Generator().manual_seed(7)
+    T, late = 384, slice(320, 384)
+    q, k, v = (torch.randn(T, D, generator=random) for _ in range(3))
+    g, b = torch.full((T, D), -0.003), torch.rand(T, generator=random)
+    g[256:320], v[:256] = -0.35, 4096.0 * v[:256]
+    p, x = of_decays(*(t.to(device) for t in (q, k, v, g, b)))
+    o, ht, bounds = chunk_bounds(p, x, split_into(p, 1, NUM_SMS), monkeypatch)
+    assert -28.0 < bounds[4, 0].log2().item() < -24.0
+    assert bounds[3, 0].item() > 1.0
+    whole_ht = torch.empty_like(ht)
+    whole = kda.run(p, x, split_into(p, 100, NUM_SMS), whole_ht)
+    want, want_ht = reference.kda(*x[:5], use_qk_l2norm_in_kernel=True)
+    assert want[:, late].norm() < 2.0**-9 * want[:, :256].norm()
+    for got, right, tolerance in ((o[:, late], want[:, late], 2.0e-3), (ht, want_ht, 7e-4)):
+        assert relative_error(got, right) < tolerance
+    assert relative_error(o[:, late], want[:, late]) < 1.1 * relative_error(whole[:, late], want[:, late])
+    assert relative_error(ht, want_ht) < 1.1 * relative_error(whole_ht, want_ht)
+    assert not torch.equal(ht, whole_ht)
+
+
 # In the interpreter
 
 
@@ -220,6 +373,22 @@ def test_interpreted(interpreted, case, sm):
     if sm == BLACKWELL_SM and case.has_scalar_gate and case.gate == "log":
         pytest.skip("variants less to compile: the gate is the intra-chunk kernel's, which is Hopper's")
     check(case, "cpu", sm)
+
+
+@of_each
+@pytest.mark.parametrize("case", UNBOUNDED, ids=str)
+def test_gates_without_a_bound_interpreted(interpreted, case, sm):
+    if sm == BLACKWELL_SM and (case.has_scalar_gate or not case.is_normalised or case.decays not in ("random", "to -50")):
+        pytest.skip("variants less to compile, and less to run: the gate is the intra-chunk kernel's, which is Hopper's")
+    check(case, "cpu", sm)
+
+
+def test_no_chunk_keeps_more_than_its_bound(interpreted, monkeypatch):
+    check_bounds(monkeypatch, "cpu")
+
+
+def test_what_is_forgotten_does_not_matter(interpreted, monkeypatch):
+    check_that_what_is_forgotten_does_not_matter(monkeypatch, "cpu")
 
 
 @pytest.mark.parametrize("case", CHAINED, ids=str)
@@ -281,7 +450,7 @@ def test_order_of_asynchronous_work_does_not_matter_to_the_fused_kernel(interpre
     [
         ("late", lambda text: text.replace("wgmma.wait_group.sync.aligned \t1;", "", 1)),
         ("late", lambda text: re.sub(r"(wgmma\.mma_async[^;]*, )1;", r"\g<1>0;", text, count=40)),
-        ("late", lambda text: text.replace("0fC1C00000", "0f3F800000")),  # -24 -> 1
+        ("late", lambda text: text.replace("0fC1C00000", "0f42C80000")),  # -24 -> 100
         ("first", lambda text: text.replace("bar.sync \t0;", "", 4)),
         ("late", lambda text: text.replace("bar.arrive 4, 288;", "")),
         ("late", lambda text: text.replace("bar.arrive 4, 288;", "bar.sync 4, 288;")),
@@ -569,9 +738,19 @@ def kernels():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, *CHAINED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *UNBOUNDED, *CHAINED], ids=str)
 def test_on_a_gpu(kernels, case):
     check(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_no_chunk_keeps_more_than_its_bound_on_a_gpu(kernels, monkeypatch):
+    check_bounds(monkeypatch, "cuda")
+
+
+@pytest.mark.gpu
+def test_what_is_forgotten_does_not_matter_on_a_gpu(kernels, monkeypatch):
+    check_that_what_is_forgotten_does_not_matter(monkeypatch, "cuda")
 
 
 @pytest.fixture

@@ -126,8 +126,10 @@ def test_the_process_that_cannot_run_is_a_failure(monkeypatch):
 
 def test_a_name_says_what_calls_a_kernel_takes():
     for name, want in (
-        ("kda_bf16_log_f32", (False, False, torch.float32, False)),
-        ("kda_f16_gate_bf16_scalar", (True, True, torch.bfloat16, True)),
+        ("kda_bf16_log_f32", (False, "log", torch.float32, False)),
+        ("kda_bf16_safe_bf16", (False, "safe", torch.bfloat16, False)),
+        ("kda_f16_softplus_bf16", (True, "softplus", torch.bfloat16, False)),
+        ("kda_f16_gate_bf16_scalar", (True, "gate", torch.bfloat16, True)),
     ):
         flags = self_check.Flags.of(name)
         assert flags == want

@@ -76,6 +76,8 @@ INTEGER = {
 FLOAT = {
     "fma.rn.f32 %r3, %r1, %r2, 0f3F800000;": np.float32(F.astype(np.float64) * G + 1),
     "max.f32 %r3, %r1, %r2;": np.maximum(F, G),
+    "mov.b32 %r3, 0f7FC00000; max.NaN.f32 %r3, %r1, %r3;": np.full(32, np.nan, np.float32),
+    "mov.b32 %r3, 0f7FC00000; max.f32 %r3, %r1, %r3;": F,
     "neg.f32 %r3, %r1;": -F,
     "cvt.rn.bf16x2.f32 %r3, %r1, %r2;": f32_to_bf16(G).astype(np.uint32) | f32_to_bf16(F).astype(np.uint32) << np.uint32(16),
     "cvt.rn.f16x2.f32 %r3, %r1, %r2;": f32_to_f16(G).astype(np.uint32) | f32_to_f16(F).astype(np.uint32) << np.uint32(16),

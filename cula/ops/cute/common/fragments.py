@@ -62,22 +62,28 @@ def store_matrix(x: cute.Tensor, address: I32, is_transposed: cutlass.Constexpr 
 
 
 @cute.jit
+def store_columns(values, address: I32, dtype: cutlass.Constexpr):
+    """Half of a [16, 16] block, eight columns: 4 values [ci, ri]. Lanes from 16 on point nowhere."""
+    x, atom = cute.make_rmem_tensor((4, 1), dtype), cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2), dtype)
+    flat(x, 0, 4).store(values)
+    cute.copy(atom, x, shared_at(address, dtype, 4, 16))
+
+
+@cute.jit
+def read_pair(address: I32, dtype: cutlass.Constexpr):
+    """Two neighbours in a table."""
+    out = cute.make_rmem_tensor((2, 1), dtype)
+    cute.autovec_copy(shared_at(address, dtype, 2, dtype.width // 4), out)
+    return out
+
+
+@cute.jit
 def read_factors(address: I32, dtype: cutlass.Constexpr):
     """A table's values at channels 8 hi + 2 c + ci, for [ci, hi]; the address is that of channel 2 c."""
     out, size = cute.make_rmem_tensor((4,), dtype), dtype.width // 8
     for hi in cutlass.range_constexpr(2):
         pair = cute.make_tensor(out.iterator + 2 * hi, cute.make_layout((2, 1)))
         cute.autovec_copy(shared_at(address + 8 * hi * size, dtype, 2, 2 * size), pair)
-    return out
-
-
-@cute.jit
-def read_gates32(by_channel: cute.Tensor, lane: I32, s: I32):
-    """`load_matrix`, transposed, of float32 values [channel, token]."""
-    r, c = lane // 4, lane % 4
-    out = cute.make_rmem_tensor((8,), by_channel.element_type)
-    for e in cutlass.range_constexpr(8):
-        out[e] = by_channel[16 * s + 8 * (e // 4) + r, 2 * c + e % 2 + 8 * (e // 2 % 2)]
     return out
 
 

@@ -24,6 +24,8 @@ from cula.ops.cute.common.fragments import flat, widen
 from cula.ops.cute.common.tiles import BF16, F16, F32
 
 NO_DECAY = -1e37  # 1 / g2 of a token that decays nothing
+# log2(1 + e) / e for e from 0 to 1, in powers of e: the polynomial with the least relative error, 5.7e-5.
+LOG2_ONE_PLUS = (1.442613211, -0.716987441, 0.441898888, -0.227119483, 0.059651545)
 
 
 def to_log2(x: Any) -> Any:
@@ -75,17 +77,39 @@ def softplus_gate(x: cute.Tensor, a: F32):
         x[t] = -a * (to_log2(cute.arch.fmax(x[t], F32(0.0))) + tail)
 
 
-# Gates of many tokens and channels, log or bounded: what does not depend on the token is multiplied in beforehand
+# Gates of many tokens and channels: what does not depend on the token is multiplied in beforehand
 
 
-def bounded_slope(A_log: Any) -> Any:
-    """-a log2(e), so that sigmoid(a x) = 1 / (1 + 2^(slope x)). The bias is to be multiplied by it too."""
-    return F32(-LOG2_E) * cute.math.exp2(to_log2(A_log))
+def slope_of(A_log: Any, is_bounded: bool) -> Any:
+    """What raw gates, and their bias, are multiplied by: -a log2(e) of a bounded gate, so that
+    sigmoid(a x) = 1 / (1 + 2^(slope x)); log2(e) of a softplus gate."""
+    return F32(-LOG2_E) * cute.math.exp2(to_log2(A_log)) if is_bounded else F32(LOG2_E)
 
 
 def bounded_unit(lower: Any) -> Any:
     """1 / `lower` in log2, so that g2 = 1 / (unit + unit 2^(slope x))."""
     return cutlass.max(F32(NO_DECAY), cute.arch.rcp_approx(to_log2(lower)))
+
+
+def softplus_unit(A_log: Any) -> Any:
+    """-a, so that g2 = unit softplus2(y), where softplus2(y) = log2(1 + 2^y) and y = log2(e) x."""
+    return -cute.math.exp2(to_log2(A_log))
+
+
+@cute.jit
+def softplus2(y: cute.Tensor):
+    """y <- log2(1 + 2^y) = max(y, 0) + log2(1 + e), e = 2^-|y|; the latter is e times a polynomial in e, to 6e-5 of itself
+    however small e is, where log2 of the rounded 1 + e would lose what slow gates are made of."""
+    n = cute.size(y)
+    e, p = cute.make_rmem_tensor((n,), F32), cute.make_rmem_tensor((n,), F32)
+    for i in cutlass.range_constexpr(n):
+        e[i] = exp2(-cute.math.absf(y[i]))
+    p.fill(LOG2_ONE_PLUS[-1])
+    for coefficient in LOG2_ONE_PLUS[-2::-1]:
+        for i in cutlass.range_constexpr(n):
+            p[i] = p[i] * e[i] + F32(coefficient)
+    for i in cutlass.range_constexpr(n):
+        y[i] = p[i] * e[i] + cute.arch.fmax(y[i], F32(0.0))
 
 
 @cute.jit
@@ -95,13 +119,13 @@ def gates_of_channels(
     slope: F32,
     bias: cutlass.Constexpr,
     unit: cute.Tensor,
-    top: cute.Tensor,
-    is_bounded: cutlass.Constexpr,
+    gate: cutlass.Constexpr,
     fastest: cutlass.Constexpr = None,
 ):
-    """out <- g2, as fp16, of four tokens of each channel that `bias` has; `top` keeps the largest of each token.
+    """out <- g2, as fp16, of four tokens of each channel that `bias` has.
 
-    `unit` is that of each token: `bounded_unit`, or log2(e) for log gates. Decays faster than `fastest` are taken for it.
+    `unit` is that of each token: `bounded_unit`, `softplus_unit`, or log2(e) for log gates. Decays faster than `fastest` are
+    taken for it; NaN stays NaN.
     """
     n = 4 * len(bias)
     x = cute.make_rmem_tensor((n,), F32)
@@ -110,9 +134,10 @@ def gates_of_channels(
     else:
         for e in cutlass.range_constexpr(n):
             x[e] = raw[e]
-    if cutlass.const_expr(is_bounded):
+    if cutlass.const_expr(gate in ("gate", "softplus")):
         for e in cutlass.range_constexpr(n):
             x[e] = slope * x[e] + bias[e // 4]
+    if cutlass.const_expr(gate == "gate"):
         for e in cutlass.range_constexpr(n):
             x[e] = exp2(x[e])
         for e in cutlass.range_constexpr(n):
@@ -120,11 +145,11 @@ def gates_of_channels(
         for e in cutlass.range_constexpr(n):
             x[e] = cute.arch.rcp_approx(x[e])
     else:
+        if cutlass.const_expr(gate == "softplus"):
+            softplus2(x)
         for e in cutlass.range_constexpr(n):
             x[e] = x[e] * unit[e % 4]
     if cutlass.const_expr(fastest is not None):
         for e in cutlass.range_constexpr(n):
-            x[e] = cute.arch.fmax(x[e], F32(fastest))
-    for e in cutlass.range_constexpr(n):
-        top[e % 4] = cute.arch.fmax(top[e % 4], x[e])
+            x[e] = cute.arch.fmax(x[e], F32(fastest), nan=True)
     flat(out, 0, n).store(x.load().to(F16))

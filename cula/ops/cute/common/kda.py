@@ -95,7 +95,7 @@ class Operands(NamedTuple):
     k: Any
     v: Any  # [T, HV, 128]
     o: Any
-    gate: Any  # [T, HV, 128]; k where there is one gate a head
+    gate: Any  # [T, HV, 128]; k where TMA does not read it
     gates: GateInputs
     cu: Any  # [N + 1]
 
@@ -113,8 +113,10 @@ def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVar
     at_g = at_address(variant.g_type, g, align["g"])
     by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
     of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+    has_channels = not (variant.is_scalar or variant.has_gate_tile)
+    of_gates = cute.make_layout((T, HV, 128), stride=(*of_g, 1)) if has_channels else cute.make_layout((T, HV), stride=of_g)
     gates = GateInputs(
-        mHeadGate=cute.make_tensor(at_g, cute.make_layout((T, HV), stride=of_g)),
+        mGate=cute.make_tensor(at_g, of_gates),
         mBeta=cute.make_tensor(at_address(F32, beta, 4), by_token),
         mBeta16=cute.make_tensor(at_address(BF16, beta, align["beta"]), by_token),
         mA=cute.make_tensor(at_address(F32, A_log, align["A_log"]), cute.make_layout(HV)),
@@ -125,7 +127,7 @@ def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVar
         k=mK,
         v=mV,
         o=mO,
-        gate=mK if variant.is_scalar else of_tokens(at_g, T, HV, 128, of_g),
+        gate=of_tokens(at_g, T, HV, 128, of_g) if variant.has_gate_tile else mK,
         gates=gates,
         cu=cute.make_tensor(at_address(I32, cu, align["cu"]), cute.make_layout(N + 1)),
     )
@@ -230,14 +232,13 @@ def split_host(
         variant,
     )
     work = work_at(workspace, chunks, segments, HV, dtype, traits.has_whole_squares)
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=x.gate.element_type)
+    lt = tile_layout(64, 128)
     tma = IntraTma(
         q=tma_load(by_head(x.q), lt, (64, 128)),
         k=tma_load(by_head(x.k), lt, (64, 128)),
-        g=tma_load(by_head(x.gate), lg, (64, 128)),
+        g=tma_load(by_head(x.gate), lt, (64, 128)),
         tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=dtype), (64, 128)),
     )
-    is_small = cutlass.const_expr(dtype is F16 and x.gate.element_type.width == 16)
     intra_kernel(
         tma,
         x.gates,
@@ -249,14 +250,13 @@ def split_host(
         HV // H,
         intra_mmas(),
         lt,
-        lg,
         variant,
         traits.has_whole_squares,
     ).launch(
         grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
         block=(THREADS, 1, 1),
         stream=stream,
-        min_blocks_per_mp=traits.intra_blocks if is_small else 2,
+        min_blocks_per_mp=traits.intra_blocks if cutlass.const_expr(dtype is F16) else 2,
         preferred_smem_carveout=100,
         use_pdl=True,
     )

@@ -8,7 +8,7 @@ For one chunk and value head, with log2 decays summed from the chunk's start (G_
     kb = b k e^G              qg = q e^G              kr = k e^{G_C - G}                 [64, 128] each
     A[t, i] = b_t k_t . (e^{G_t - G_i} k_i), i < t    T = (I + A)^{-1}                   [64, 64], T stored transposed
     P[t, i] =     q_t . (e^{G_t - G_i} k_i), i <= t                                      [64, 64]
-    e^{G_C}, b, and a bound on how much of a state outlives the chunk                    `VEC` floats
+    e^{G_C}, b, and a bound on how much of a state outlives the chunk (split only)       `VEC` floats
 
 after which the recurrence (`kda_recurrence.py`) has only products to do:
 
@@ -32,22 +32,23 @@ layout
 | `join_halves`, inverses of A's diagonal blocks                 | warps without a block below the diagonal | all warps |
 | `second_pass`: blocks below the diagonal; `scale_rows`: kb, qg | A and kb, or P and qg                    |           |
 | `place_p`, `invert` and `place_t`; `send_square`               | P, or T                                  | all warps |
+| `leave_sizes`, `bound_by_pairs`: what outlives the chunk       | queries, then keys                       |           |
 
 Exponents. L_t sums from the start of the 16-row block, so e^L and e^{L_16 - L} are at most 1: all that the blocks below the
 diagonal use, in 16 bits. Diagonal blocks use e^{L_t} e^{-L_i}, which reaches e^{80} for decays of -5 a token: tf32 has the range
-of float32. A gate that may decay faster does not come here, unless there is one a head: then e^{L_t - L_i} is one number for an
-entry, and multiplies it.
+of float32. Where gates may decay faster, diagonal blocks are made of three of 8x8, with exponents from the middle of each
+(`first_pass_steep`). With one gate a head e^{L_t - L_i} is one number for an entry, and multiplies it.
 
 Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
 eigenvalues); bf16 otherwise.
 
 | shared memory                               | bytes |
 |---------------------------------------------|-------|
-| q, k, g; then qg, kb, kr in their places    | 48 K (80 K with float32 g) |
+| q, k, g; then qg, kb, kr in their places    | 48 K  |
 | keys for other warps; then A below the diagonal | 12 K |
 | A on the diagonal; then T there             | 5 K   |
 | sums and factors a block and channel; then P, then T | 8 K |
-| bias, norms, largest decays, beta           | 2 K   |
+| bias, norms, sizes of kb and kr, beta       | 2 K   |
 | k e^L, q e^L (bf16 only; fp16 has them in the places of k, q) | 32 K |
 
 Three blocks on an SM hide each other's waits; shared memory is what allows no more.
@@ -63,15 +64,22 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import NamedBarrier
 
-from cula.ops.cute.common.gate import bounded_slope, sigmoid
+from cula.ops.cute.common.gate import sigmoid, slope_of
 from cula.ops.cute.common.inverse import inverse_pair
+from cula.ops.cute.common.kda_intra_bound import (
+    bound_by_pairs,
+    leave_head_bound,
+    leave_largest_decay,
+    leave_sizes,
+    leave_sizes_of_kr,
+)
 from cula.ops.cute.common.kda_intra_smem import Full, smem_layout
+from cula.ops.cute.common.kda_intra_steep import first_pass_of
 from cula.ops.cute.common.kda_intra_steps import (
     KEYS,
     Chunk,
     IntraMmas,
     factors,
-    first_pass,
     invert,
     join_halves,
     norms,
@@ -82,7 +90,7 @@ from cula.ops.cute.common.kda_intra_steps import (
     second_pass,
     send_square,
     sum_gates,
-    triangles,
+    sums_of,
 )
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, tma_split
 from cula.ops.cute.common.varlen_index import find_sequence
@@ -98,6 +106,7 @@ class Barrier(enum.IntEnum):
     DIAGONAL = 1  # A's diagonal blocks are whole: the warps of the keys, and the first of the queries
     A_IN_PLACE = 1  # all rows of A are: the warps of the keys
     P_LEFT = 2  # P has left the memory that T takes: all warps
+    SIZES = 3  # |kb| is there: all warps
 
 
 class IntraTma(NamedTuple):
@@ -105,14 +114,14 @@ class IntraTma(NamedTuple):
 
     q: Tma
     k: Tma
-    g: Tma  # one gate a channel; of one gate a head nothing is copied
+    g: Tma  # one gate a channel, in bf16; others are read by threads
     tiles: Tma  # kb, qg, kr, three tiles a record
 
 
 class GateInputs(NamedTuple):
     """What threads read of gates and write strengths."""
 
-    mHeadGate: Any  # [T, HV], where there is one gate a head
+    mGate: Any  # [T, HV], where there is one gate a head; [T, HV, 128] of float32
     mBeta: Any  # [T, HV], as float32
     mBeta16: Any  # and as bfloat16
     mA: Any  # [HV]
@@ -149,7 +158,6 @@ def intra_kernel(
     group: I32,
     mmas: IntraMmas,
     lt: cute.ComposedLayout,
-    lg: cute.ComposedLayout,
     variant: cutlass.Constexpr,
     has_whole_squares: cutlass.Constexpr,
 ):
@@ -170,7 +178,7 @@ def intra_kernel(
     if start < tokens:
         h = hv if group == 1 else hv // group
         place = Place(hv, h, number, begin + start, tokens - start)
-        intra_chunk(tma, gates, results, scalars, mmas, (lt, lg), variant, has_whole_squares, place)
+        intra_chunk(tma, gates, results, scalars, mmas, lt, variant, has_whole_squares, place)
 
 
 class Place(NamedTuple):
@@ -193,25 +201,42 @@ def load_tiles(loads: Any, t0: Any, full: Any) -> None:
 
 @cute.jit
 def read_ahead(x: cutlass.Constexpr, gates: cutlass.Constexpr, beta_bits: I32, thread: I32, hv: I32, t0: I32):
-    """(Beta of our two rows, gates of our rows if there is one a head, the slope of gates). Their bias goes to shared memory."""
-    bias = x.smem.bias
-    raw_b, raw_g = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor(((2, 2), 1), x.variant.g_type)
+    """(Beta of our two rows, gates of our rows that are not read by TMA, A_log and the slope of raw gates). Their bias goes to
+    shared memory."""
+    bias, raw_b = x.smem.bias, cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         t = t0 + cutlass.min(16 * x.block_row + x.r + 8 * i, x.left - 1)
         if beta_bits == 32:
             raw_b[i] = gates.mBeta[t, hv]
         else:
             raw_b[i] = gates.mBeta16[t, hv].to(F32)
-    if cutlass.const_expr(x.variant.is_scalar):
-        for e in cutlass.range_constexpr(4):
-            t = t0 + cutlass.min(16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.left - 1)
-            raw_g[e] = gates.mHeadGate[t, hv]
-    slope = F32(0.0)
-    if cutlass.const_expr(x.variant.has_gate):
-        slope = bounded_slope(gates.mA[hv])
+    raw_g = read_gates(x, gates.mGate, hv, t0)
+    A_log, slope = F32(0.0), F32(0.0)
+    if cutlass.const_expr(x.variant.is_raw):
+        A_log = gates.mA[hv]
+        slope = slope_of(A_log, x.variant.gate == "gate")
         if thread < 128:
             bias[thread] = slope * gates.mBias[hv, thread]
-    return raw_b, raw_g, slope
+    return raw_b, raw_g, A_log, slope
+
+
+@cute.jit
+def read_gates(x: cutlass.Constexpr, mGate: cute.Tensor, hv: I32, t0: I32):
+    """Gates of tokens 2 c + ci + 8 ri of our block, [ci, ri, channel]: one a head, or channels r + 8 j of our half, as
+    `load_matrix`, transposed, has those of a tile. Zeros past the sequence's end."""
+    variant = x.variant
+    channels = 1 if variant.is_scalar else 8
+    raw = cute.make_rmem_tensor(((2, 2), 1) if variant.is_scalar else (4 * channels,), variant.g_type)
+    for e in cutlass.range_constexpr(0 if cutlass.const_expr(variant.has_gate_tile) else 4):
+        row = 16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2)
+        t = t0 + cutlass.min(row, x.left - 1)
+        for j in cutlass.range_constexpr(channels):
+            if cutlass.const_expr(variant.is_scalar):
+                value = mGate[t, hv]
+            else:
+                value = mGate[t, hv, 64 * x.side + x.r + 8 * j]
+            raw[e + 4 * j] = value if row < x.left else variant.g_type(0.0)
+    return raw
 
 
 @cute.jit
@@ -248,7 +273,7 @@ def intra_chunk(
     results: cutlass.Constexpr,
     scalars: cutlass.Constexpr,
     mmas: cutlass.Constexpr,
-    layouts: cutlass.Constexpr,
+    lt: cutlass.Constexpr,
     variant: cutlass.Constexpr,
     has_whole_squares: cutlass.Constexpr,
     place: cutlass.Constexpr,
@@ -256,19 +281,19 @@ def intra_chunk(
     """One chunk by the eight warps of a block."""
     hv, h, number, t0, left = place
     mVec = results.mVec
-    has_channels = not variant.is_scalar
+    has_gate_tile = variant.has_gate_tile
     record = cute.arch.make_warp_uniform(number * mVec.shape[1] + hv)
     tid, _, _ = cute.arch.thread_idx()
     wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     side, block_row = wid >> 2, wid & 3
     lane = cute.arch.lane_idx()
     r, c = lane >> 2, lane & 3
-    smem = smem_layout(SmemAllocator(), *layouts, variant)
+    smem = smem_layout(SmemAllocator(), lt, variant)
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
 
     # -- g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once
     loads = [(tma.k, smem.k, h, Full.KQ), (tma.q, smem.q, h, Full.KQ)]
-    if cutlass.const_expr(has_channels):
+    if cutlass.const_expr(has_gate_tile):
         loads = [(tma.g, smem.g, hv, Full.G), *loads]
     if wid == 0:
         with cute.arch.elect_one():
@@ -278,13 +303,13 @@ def intra_chunk(
     cute.arch.sync_threads()
     if wid == 0:
         with cute.arch.elect_one():
-            if cutlass.const_expr(has_channels):
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, cute.size_in_bytes(variant.g_type, layouts[1]))
+            if cutlass.const_expr(has_gate_tile):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
             cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
-        load_tiles(loads[:1] if cutlass.const_expr(has_channels) else loads, t0, smem.full)
-    raw_b, raw_g, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
-    until, after = triangles(r, c)
-    if cutlass.const_expr(has_channels):
+        load_tiles(loads[:1] if cutlass.const_expr(has_gate_tile) else loads, t0, smem.full)
+    raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
+    until, after = sums_of(variant, r, c)
+    if cutlass.const_expr(has_gate_tile):
         cute.arch.mbarrier_wait(smem.full + Full.G, 0)
         if wid == 0:
             load_tiles(loads[1:], t0, smem.full)
@@ -294,7 +319,7 @@ def intra_chunk(
     cute.arch.sync_threads()  # the bias is there, too
 
     # -- decays, norms, write strengths
-    L, rest = sum_gates(x, raw_g, slope, scalars.lower, until, after)
+    L, rest = sum_gates(x, raw_g, A_log, slope, scalars.lower, until, after)
     cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
     size, inverse = norms(x, scalars.scale)
     b = write_strengths(x, raw_b, scalars.beta_top)
@@ -302,13 +327,15 @@ def intra_chunk(
         for i in cutlass.range_constexpr(2):
             mVec[number, hv, BETA + 16 * block_row + r + 8 * i] = b[i]
     cute.arch.sync_threads()
-    factors(x, tid % 128, mVec[number, hv, None], b, size, inverse)
+    kept = factors(x, tid % 128, mVec[number, hv, None])
+    if side == KEYS:
+        leave_largest_decay(x, kept, mVec[number, hv, None], b, size, inverse)
     cute.arch.sync_threads()
-    if tid == 0:
-        mVec[number, hv, BOUND] = smem.bound[0] + smem.bound[1] + smem.bound[2] + smem.bound[3]
+    if cutlass.const_expr(variant.is_scalar):
+        leave_head_bound(x, tid, mVec[number, hv, None])
 
     # -- scores and tiles
-    diagonal_a, diagonal_p = first_pass(x, until, after, L, rest, b)
+    diagonal_a, diagonal_p = first_pass_of(x, until, after, L, rest, b)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     if wid == STORE_WARP:
@@ -324,29 +351,40 @@ def intra_chunk(
     elif side == KEYS:
         joined.arrive()
     scores = second_pass(x)
+    again = x.anew(tid)
+    if cutlass.const_expr(not variant.is_scalar):
+        leave_sizes_of_kr(again)
     if cutlass.const_expr(variant.dtype is F16):
         scale_rows(x, b)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
 
     # -- P, then T
-    p_has_left = NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256)
+    p_has_left, sizes_are_there = [NamedBarrier(barrier_id=i, num_threads=256) for i in (Barrier.P_LEFT, Barrier.SIZES)]
     if side == KEYS:
         place_a(x, scores, b)
         NamedBarrier(barrier_id=Barrier.A_IN_PLACE, num_threads=128).arrive_and_wait()
         cols = cute.make_rmem_tensor((32,), variant.dtype)
         invert(x, cols)
         p_has_left.arrive_and_wait()
-        place_t(x, cols, smem.out)
+        place_t(again if variant.gate != "gate" else x, cols, smem.out)
         send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
+        if cutlass.const_expr(not variant.is_scalar):
+            sizes_are_there.arrive_and_wait()
+            bound = bound_by_pairs(x, cols)
+            if lane == 0:
+                mVec[number, hv, BOUND + block_row] = bound
     else:
         if wid == STORE_WARP:
             for i in cutlass.range_constexpr(2):
                 store_tile(tma.tiles, smem.kb_qg[None, None, i], record, i)
             cute.arch.cp_async_bulk_commit_group()
-        place_p(x, scores, diagonal_p, L)
+        place_p(again if variant.gate != "gate" else x, scores, diagonal_p, L)
         send_square(x, results.mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
         p_has_left.arrive()
+        if cutlass.const_expr(not variant.is_scalar):
+            leave_sizes(again, smem.kb_qg[None, None, 0], block_row, 1)
+            sizes_are_there.arrive()
         if wid == STORE_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -50,9 +50,9 @@ class SmemLayout(NamedTuple):
     decays: Any  # [128], e^{G_C}, where results stay
     bias: Any  # [128]
     norms: Any  # [64, side], inverse
-    tops: Any  # [64, side], the largest decay
+    sizes: Any  # [64, 2], |kr_t| and |kb_i|
     beta: Any  # [64]
-    bound: Any  # [4]
+    bound: Any  # [4], of one gate a head
     full: Any  # mbarriers, by `Full`
 
 
@@ -75,7 +75,7 @@ class Arena:
         return cute.recast_ptr(self.allocate(n * dtype.width // 8, 8), dtype=dtype)
 
 
-def smem_layout(smem: Any, lt: Any, lg: Any, variant: KdaVariant, stays: bool = False) -> SmemLayout:
+def smem_layout(smem: Any, lt: Any, variant: KdaVariant, stays: bool = False) -> SmemLayout:
     """Allocate the arrays.
 
     Where results stay (`stays`), all that the recurrence reads comes first: kb, qg, kr, P, e^{G_C}, b and T, in this order and
@@ -87,13 +87,13 @@ def smem_layout(smem: Any, lt: Any, lg: Any, variant: KdaVariant, stays: bool = 
     if stays:  # g where kb will be, which the recurrence is done with first
         kb_qg, kr = allocate_tile(smem, pair, dtype), allocate_tile(smem, lt, dtype)
         kl_ql, k, q, to_q = kb_qg, tile_at(kr, lt, BF16), tile_at(kb_qg[None, None, 1], lt, BF16), -TILE_BYTES
-        g = None if variant.is_scalar else tile_at(kb_qg, lg, variant.g_type)
+        g = tile_at(kb_qg, lt, BF16) if variant.has_gate_tile else None
         steps = tile_at(kb_qg, lt, F16)
     else:
         kq = allocate_tile(smem, pair)
         k, q, to_q, kb_qg = kq[None, None, 0], kq[None, None, 1], TILE_BYTES, tile_at(kq, pair, dtype)
-        g = None if variant.is_scalar else allocate_tile(smem, lg, variant.g_type)
-        kr = tile_at(g, lt, dtype) if g is not None and variant.g_type.width == 16 else allocate_tile(smem, lt, dtype)
+        kr = allocate_tile(smem, lt, dtype)
+        g = tile_at(kr, lt, BF16) if variant.has_gate_tile else None
         kl_ql, steps = kb_qg if is_f16 else allocate_tile(smem, pair, dtype), kr
     tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
 
@@ -109,7 +109,7 @@ def smem_layout(smem: Any, lt: Any, lg: Any, variant: KdaVariant, stays: bool = 
     of_keys = cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048))
     keys = smem.allocate_tensor(dtype, of_keys, byte_alignment=1024 if stays else 16)
     diagonal = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
-    bias, norms, tops, beta = vector(128), vector(64, 2), vector(64, 2), beta or vector(64)
+    bias, norms, sizes, beta = vector(128), vector(64, 2), vector(64, 2), beta or vector(64)
     bound, full = vector(4), smem.allocate_array(cutlass.Int64, len(Full))
     return SmemLayout(
         k=k,
@@ -134,7 +134,7 @@ def smem_layout(smem: Any, lt: Any, lg: Any, variant: KdaVariant, stays: bool = 
         decays=decays,
         bias=bias,
         norms=norms,
-        tops=tops,
+        sizes=sizes,
         beta=beta,
         bound=bound,
         full=full,

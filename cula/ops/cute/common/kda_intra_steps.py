@@ -17,7 +17,6 @@ from cula.ops.cute.common.fragments import (
     lane_address,
     load_matrix,
     read_factors,
-    read_gates32,
     round_tf32,
     shared_at,
     store_matrix,
@@ -25,11 +24,11 @@ from cula.ops.cute.common.fragments import (
     store_rows,
     widen,
 )
-from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, log2
+from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, softplus_unit
 from cula.ops.cute.common.inverse import below, inverse_columns
 from cula.ops.cute.common.kda_intra_smem import SmemLayout
 from cula.ops.cute.common.kda_variant import KdaVariant
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32, swapped
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32
 from cula.ops.cute.kda_abi import TILE_BYTES
 
 KEYS, QUERIES = 0, 1  # sides of a block of threads, and tiles of a pair
@@ -39,6 +38,9 @@ HALF = TILE_BYTES // 2  # half of a tile's columns
 # back here, what is left is the error of rounding, without an instruction for each.
 UNBIASED = 1.0 + 2 * 0.72 * 2.0**-11
 FASTEST = -512.0  # log2 of a token's decay; what is faster is 0 in float32 all the same, and no infinity in fp16
+# The same for gates of channels without a bound. Exponents of diagonal blocks then stay within 4 * 24 = 96, and what such a token
+# should have forgotten, and has not, is 2^-24 of it: less than the chunk's own roundings by 2^12.
+STEEPEST = -24.0
 
 
 class IntraMmas(NamedTuple):
@@ -68,13 +70,19 @@ class Chunk(NamedTuple):
     c: Any  # lane % 4
     left: Any  # tokens
 
+    def anew(self, thread: Any) -> Chunk:
+        """The same by the thread's number: else the compiler keeps what it has made of the lane's through all that is between."""
+        lane = thread & 31
+        return self._replace(lane=lane, r=lane >> 2, c=lane & 3)
+
     def at(self, t: Any, channels: int = 64) -> Any:
         """The address of our rows in a 16-bit tile [64, 128], from our half of the channels on; see `lane_address`."""
         return lane_address(t, self.block_row, self.lane) + HALF * self.side * (channels // 64)
 
     def pairs_of(self, table: Any) -> Any:
         """The address of our block's row of a table, at our first pair of channels in our half of them."""
-        return address(table) + (128 * self.block_row + 64 * self.side + 2 * self.c) * (table.element_type.width // 8)
+        size = table.element_type.width // 8
+        return address(table) + 128 * size * self.block_row + size * (64 * self.side + 2 * self.c)
 
 
 def address(t: Any) -> Any:
@@ -105,31 +113,58 @@ def triangles(r: I32, c: I32):
     return until, after
 
 
+@cute.jit
+def small_triangles(r: I32, c: I32):
+    """A operands for sums over the 8 tokens of half a block; a product with one makes two sums for each token t. From the first
+    token to t, and from behind t to the last; from behind the fourth to t, or minus from behind t to the fourth, and over all."""
+    ends, middles = [cute.make_rmem_tensor(((2, 2), 1), F16) for _ in range(2)]
+    for ci in cutlass.range_constexpr(2):
+        i = 2 * c + ci
+        ends[ci] = F16(1.0) if i <= r else F16(0.0)
+        ends[2 + ci] = F16(1.0) - ends[ci]
+        middles[ci] = F16(1.0) if i > 3 and i <= r else (F16(-1.0) if i <= 3 and i > r else F16(0.0))
+        middles[2 + ci] = F16(1.0)
+    return ends, middles
+
+
+def sums_of(variant: KdaVariant, r: Any, c: Any) -> Any:
+    """The two A operands that a variant sums gates with."""
+    return small_triangles(r, c) if variant.is_steep else triangles(r, c)
+
+
 # Decays
 
 
 @cute.jit
-def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, until: cute.Tensor, after: cute.Tensor):
-    """Log2 decays and their sums over our block, of our half of the channels.
-
-    Gates are read with tokens in pairs, which is the B operand of their sums, and left as fp16 where kr will be. The largest
-    decay of each token is kept too: it bounds what any channel of a state keeps.
-
-    One gate a head comes in registers (`raw`) and needs no memory. For it this returns L and L_16 - L of our rows.
-    """
-    smem, (_, g_type, has_gate, is_scalar), mma_f16 = x.smem, x.variant, x.mmas.f16
-    unit, top = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
-    for e in cutlass.range_constexpr(4):  # rows past the end decay nothing
+def units_of_tokens(x: cutlass.Constexpr, A_log: F32, lower: F32):
+    """What the activated gates of our four tokens are multiplied by; rows past the end decay nothing."""
+    unit = cute.make_rmem_tensor((4,), F32)
+    for e in cutlass.range_constexpr(4):
         token = 16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2)
-        if cutlass.const_expr(has_gate):
+        if cutlass.const_expr(x.variant.gate == "gate"):
             unit[e] = bounded_unit(lower) if token < x.left else F32(NO_DECAY)
+        elif cutlass.const_expr(x.variant.gate == "softplus"):
+            unit[e] = softplus_unit(A_log) if token < x.left else F32(0.0)
         else:
             unit[e] = F32(LOG2_E) if token < x.left else F32(0.0)
-    top.fill(-1e30)
+    return unit
+
+
+@cute.jit
+def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, A_log: F32, slope: F32, lower: F32, until: cute.Tensor, after: cute.Tensor):
+    """Log2 decays and their sums over our block, of our half of the channels.
+
+    Gates are read with tokens in pairs, which is the B operand of their sums, and left as fp16 where kr will be. Those that have
+    no tile in shared memory come in registers (`raw`).
+
+    One gate a head needs no memory. For it this returns L and L_16 - L of our rows.
+    """
+    smem, (_, _, gate, is_scalar), mma_f16 = x.smem, x.variant, x.mmas.f16
+    unit = units_of_tokens(x, A_log, lower)
     L, rest = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
         g16 = cute.make_rmem_tensor(((2, 2), 1), F16)
-        gates_of_channels(raw, g16, slope, (smem.bias[0],), unit, top, has_gate, FASTEST)
+        gates_of_channels(raw, g16, slope, (smem.bias[0],), unit, gate, FASTEST)
         L.fill(0.0)
         rest.fill(0.0)
         cute.gemm(mma_f16, L, until, g16, L)
@@ -139,58 +174,91 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, lower: F32, un
                 at = 64 * x.side + 8 * j + 2 * x.c
                 smem.sums[x.block_row, at], smem.sums[x.block_row, at + 1] = L[2], L[2]
     else:
-        g_at, decay_at, bias_at, sum_at = (
-            x.at(smem.g),
-            x.at(smem.steps),
-            address(smem.bias) + 256 * x.side + 4 * x.r,
-            x.pairs_of(smem.sums),
-        )
-        by_channel = cute.local_tile(swapped(cute.local_tile(smem.g, (16, 128), (x.block_row, 0))), (64, 16), (x.side, 0))
-        for n in cutlass.range(4, unroll=1):
-            bias = [shared_at(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
-            if cutlass.const_expr(g_type.width == 32):
-                raw8 = read_gates32(by_channel, x.lane, n)
-            else:
-                raw8 = load_matrix(g_at ^ 32 * n, g_type, True)
-            decays = cute.make_rmem_tensor((8,), F16)
-            gates_of_channels(raw8, decays, slope, bias, unit, top, has_gate)
-            for j in cutlass.range_constexpr(2):
-                prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
-                prefix.fill(0.0)
-                cute.gemm(mma_f16, prefix, until, four_of(decays, j), prefix)
-                if x.r == 7:  # row 15
-                    last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((2, 1)))
-                    cute.autovec_copy(last_row, shared_at(sum_at + 64 * n + 32 * j, F32, 2, 8))
-            store_matrix(decays, decay_at ^ 32 * n, True)
-    for e in cutlass.range_constexpr(4):
-        for off in (4, 8, 16):
-            top[e] = cute.arch.fmax(top[e], cute.arch.shuffle_sync_bfly(top[e], offset=off))
-    if x.r == 0:
-        for e in cutlass.range_constexpr(4):
-            smem.tops[16 * x.block_row + 2 * x.c + e % 2 + 8 * (e // 2), x.side] = top[e]
+        if cutlass.const_expr(x.variant.has_gate_tile):
+            for n in cutlass.range(4, unroll=1):
+                sum_channels(x, raw, slope, unit, until, after, n)
+        else:
+            for n in cutlass.range_constexpr(4):
+                sum_channels(x, raw, slope, unit, until, after, n)
     return L, rest
 
 
 @cute.jit
-def norms(x: cutlass.Constexpr, scale: F32):
-    """(Squares, inverse norms) of rows r and r + 8 of our k or q. Squares are the diagonal of x x^T; the scale is in the norms
-    of q."""
-    smem, mma_bf16 = x.smem, x.mmas.bf16
-    own_at = lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side
+def sum_channels(
+    x: cutlass.Constexpr, raw: cute.Tensor, slope: F32, unit: cute.Tensor, until: cute.Tensor, after: cute.Tensor, n: I32
+):
+    """`sum_gates` of sixteen channels."""
+    smem, variant = x.smem, x.variant
+    bias_at, sum_at = address(smem.bias) + 256 * x.side + 4 * x.r, x.pairs_of(smem.sums)
+    bias = [shared_at(bias_at + 64 * n + 32 * hi, F32, 1, 4)[0] for hi in range(2)]
+    if cutlass.const_expr(variant.has_gate_tile):
+        raw8 = load_matrix(x.at(smem.g) ^ 32 * n, variant.g_type, True)
+    else:
+        raw8 = flat(raw, 8 * n, 8)
+    decays = cute.make_rmem_tensor((8,), F16)
+    gates_of_channels(raw8, decays, slope, bias, unit, variant.gate, STEEPEST if cutlass.const_expr(variant.is_steep) else None)
+    for j in cutlass.range_constexpr(2):
+        prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
+        prefix.fill(0.0)
+        if cutlass.const_expr(variant.is_steep):
+            for half in cutlass.range_constexpr(2):
+                add_eight(prefix, after, decays, 2 * j + half)
+        else:
+            cute.gemm(x.mmas.f16, prefix, until, four_of(decays, j), prefix)
+        if x.r == 7:  # row 15
+            last_row = cute.make_tensor(prefix.iterator + 2, cute.make_layout((2, 1)))
+            cute.autovec_copy(last_row, shared_at(sum_at + 64 * n + 32 * j, F32, 2, 8))
+    store_matrix(decays, x.at(smem.steps) ^ 32 * n, True)
+
+
+@cute.jit
+def add_eight(acc: cute.Tensor, which: cute.Tensor, decays: cute.Tensor, i: cutlass.Constexpr):
+    """acc += sums over 8 tokens, by one of `small_triangles`, of register i of a transposed block: tokens 8 (i % 2) and on."""
+    mma = cute.make_mma_atom(warp.MmaF16BF16Op(F16, F32, (16, 8, 8)))
+    of_decays = cute.make_tensor(decays.iterator + 2 * i, cute.make_layout(((2,), 1)))
+    cute.gemm(mma, corner(acc, 0), which, of_decays, corner(acc, 0))
+
+
+@cute.jit
+def add_squares(mma: cute.TiledMma, squares: cute.Tensor, rows: cute.Tensor):
+    """squares <- + x x^T over sixteen channels of our rows, the two 8x8 blocks on its diagonal and what comes with them."""
+    for i in cutlass.range_constexpr(2):
+        columns = cute.make_rmem_tensor(((2, 2), 1), rows.element_type)  # the same registers
+        for e in cutlass.range_constexpr(4):
+            columns[e] = rows[e % 2 + 2 * i + 4 * (e // 2)]
+        block = corner(squares, 4 * i)
+        cute.gemm(mma, block, as_a(rows), columns, block)
+
+
+@cute.jit
+def diagonal_of(x: cutlass.Constexpr, squares: cute.Tensor):
+    """The squares of rows r and r + 8: column r of row r is with lane 4 r + r / 2."""
+    size = cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
+        mine = squares[6 * i + 1] if x.r % 2 == 1 else squares[6 * i]
+        size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
+    return size
+
+
+@cute.jit
+def squares_at(x: cutlass.Constexpr, own_at: I32, dtype: cutlass.Constexpr):
+    """Squares of our rows r and r + 8 of a tile, all 128 channels: the diagonal of x x^T."""
+    mma = x.mmas.f16 if cutlass.const_expr(dtype is F16) else x.mmas.bf16
     squares = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
     squares.fill(0.0)
     for half in cutlass.range(2, unroll=1):
-        for rows in [load_matrix((own_at ^ 32 * s) + HALF * half, BF16) for s in range(4)]:
-            for i in cutlass.range_constexpr(2):
-                columns = cute.make_rmem_tensor(((2, 2), 1), BF16)  # the same registers
-                for e in cutlass.range_constexpr(4):
-                    columns[e] = rows[e % 2 + 2 * i + 4 * (e // 2)]
-                block = corner(squares, 4 * i)
-                cute.gemm(mma_bf16, block, as_a(rows), columns, block)
-    size, inverse = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
-    for i in cutlass.range_constexpr(2):  # column r of row r is with lane 4 r + r / 2
-        mine = squares[6 * i + 1] if x.r % 2 == 1 else squares[6 * i]
-        size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
+        for rows in [load_matrix((own_at ^ 32 * s) + HALF * half, dtype) for s in range(4)]:
+            add_squares(mma, squares, rows)
+    return diagonal_of(x, squares)
+
+
+@cute.jit
+def norms(x: cutlass.Constexpr, scale: F32):
+    """(Squares, inverse norms) of rows r and r + 8 of our k or q; the scale is in the norms of q."""
+    smem = x.smem
+    size = squares_at(x, lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side, BF16)
+    inverse = cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
         inverse[i] = F32(1.0) if x.side == KEYS else scale
         if cutlass.const_expr(x.variant.dtype is F16):
             inverse[i] = inverse[i] * inverse_norm(size[i])
@@ -200,30 +268,21 @@ def norms(x: cutlass.Constexpr, scale: F32):
 
 
 @cute.jit
-def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor):
-    """The decays before, after and between blocks, by a thread for each channel; and a bound on the chunk's transition, in log2:
-
-    |transition| <= prod_t max_c e^{g_t,c} max(1, |1 - b |k|^2|)
-    """
+def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor):
+    """The decays before, after and between blocks, by a thread for each channel. Returns e^{G_C} of it, if its side is KEYS."""
     smem, dtype = x.smem, x.variant.dtype
     wide = smem.after.element_type
     sums, before = cute.make_rmem_tensor((4,), F32), F32(0.0)
     for i in cutlass.range_constexpr(4):
         sums[i] = smem.sums[i, channel]
     whole = sums[0] + sums[1] + sums[2] + sums[3]
+    kept = F32(0.0)
     if x.side == KEYS:
-        for i in cutlass.range_constexpr(4):
-            smem.inverses[i, channel] = F32(UNBIASED) * exp2(-sums[i])
-        vec[channel] = exp2(whole)
-        bound = F32(0.0)
-        for i in cutlass.range_constexpr(2):
-            row, eigenvalue = 16 * x.block_row + x.r + 8 * i, F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
-            bound += cute.arch.fmax(smem.tops[row, KEYS], smem.tops[row, QUERIES])
-            bound += log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(eigenvalue, -eigenvalue)))
-        for off in (4, 8, 16):
-            bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
-        if x.lane == 0:
-            smem.bound[x.block_row] = bound
+        if cutlass.const_expr(not x.variant.is_steep):
+            for i in cutlass.range_constexpr(4):
+                smem.inverses[i, channel] = F32(UNBIASED) * exp2(-sums[i])
+        kept = exp2(whole)
+        vec[channel] = kept
     else:
         for i in cutlass.range_constexpr(4):
             smem.before[i, channel] = exp2(before).to(wide)
@@ -231,6 +290,7 @@ def factors(x: cutlass.Constexpr, channel: I32, vec: cute.Tensor, b: cute.Tensor
             smem.after[i, channel] = exp2(whole - before).to(wide)
         for i, between in enumerate((sums[1], sums[2], sums[1] + sums[2])):  # of blocks (2, 0), (3, 1), (3, 0)
             smem.between[i, channel] = exp2(between).to(dtype)
+    return kept
 
 
 # Scores and tiles
@@ -292,11 +352,7 @@ def first_pass(
         out.store(((key8 if cutlass.const_expr(is_f16) else down).load() * post8.load()).to(dtype))
         store_matrix(kl8, (k_at ^ 32 * n) + from_k(smem.kl_ql))
         store_matrix(out, (k_at ^ 32 * n) + from_k(smem.kr))
-        if x.block_row < 3:  # for the rows below: [n-block = ri][hi][ci]
-            as_b = cute.make_rmem_tensor((8,), dtype)
-            for e in cutlass.range_constexpr(8):
-                as_b[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = key8[e]
-            cute.autovec_copy(column(as_b), shared_at(key_at + 512 * n, dtype, 8, 16))
+        leave_keys(x, key8, key_at + 512 * n)
         if cutlass.const_expr(is_scalar):  # operands of the diagonal blocks decay later, entry by entry
             right.store(k.load())
             add_block(mma_tf32, diagonal_a, k, right)
@@ -321,12 +377,28 @@ def first_pass(
             store_matrix(out, k_at ^ 32 * n)
             out.store((left_q.load() * pre8.load()).to(dtype))
             store_matrix(out, (k_at ^ 32 * n) + TILE_BYTES)
-    # the other side has the other half: A's goes to the keys' now, P's to the queries' when tables are free (`join_halves`)
+    hand_over(x, diagonal_a)
+    return diagonal_a, diagonal_p
+
+
+@cute.jit
+def leave_keys(x: cutlass.Constexpr, key8: cute.Tensor, at: I32):
+    """Keys for the rows below, as B operands: [n-block = ri][hi][ci]."""
+    if x.block_row < 3:
+        as_b = cute.make_rmem_tensor((8,), key8.element_type)
+        for e in cutlass.range_constexpr(8):
+            as_b[e % 2 + 2 * (e // 4) + 4 * (e // 2 % 2)] = key8[e]
+        cute.autovec_copy(column(as_b), shared_at(at, key8.element_type, 8, 16))
+
+
+@cute.jit
+def hand_over(x: cutlass.Constexpr, diagonal_a: cute.Tensor):
+    """The other side has the other half of the channels: A's goes to the keys' now, P's to the queries' when tables are free
+    (`join_halves`)."""
     if x.side == QUERIES:
         for nb in cutlass.range_constexpr(2):
             for ri in cutlass.range_constexpr(2):
                 cute.autovec_copy(pair(diagonal_a, 2 * ri + 4 * nb), entries(x, nb, ri))
-    return diagonal_a, diagonal_p
 
 
 def entries(x: Chunk, nb: int, ri: int) -> Any:
@@ -351,7 +423,19 @@ def add_block(mma: cute.TiledMma, acc: cute.Tensor, x: cute.Tensor, y: cute.Tens
 def entry_decay(L: cute.Tensor, c: I32, nb: cutlass.Constexpr, ri: cutlass.Constexpr, ci: cutlass.Constexpr):
     """e^{L_t - L_i} of an entry of a diagonal block, one gate a head: no decay is too fast for that."""
     L_col = cute.arch.shuffle_sync(L[2 * nb], 4 * (2 * c + ci))
-    return F32(UNBIASED) * exp2(L[2 * ri] - L_col)
+    return exp2(L[2 * ri] - L_col)
+
+
+@cute.jit
+def whole_entry(
+    x: cutlass.Constexpr, entry: F32, L: cute.Tensor, nb: cutlass.Constexpr, ri: cutlass.Constexpr, ci: cutlass.Constexpr
+):
+    """An entry of a diagonal block from the sum of its halves: times what its operands did not have."""
+    if cutlass.const_expr(x.variant.is_scalar):
+        entry = entry * (F32(UNBIASED) * entry_decay(L, x.c, nb, ri, ci))
+    elif cutlass.const_expr(x.variant.is_steep):
+        entry = entry * F32(UNBIASED)
+    return entry
 
 
 @cute.jit
@@ -366,9 +450,7 @@ def join_halves(x: cutlass.Constexpr, diagonal_a: cute.Tensor, diagonal_p: cute.
                 two = cute.make_rmem_tensor((1, 2), F32)
                 cute.autovec_copy(entries(x, nb, ri), two)
                 for ci in cutlass.range_constexpr(2):
-                    entry = two[ci] + diagonal_a[ci + 2 * ri + 4 * nb]
-                    if cutlass.const_expr(x.variant.is_scalar):
-                        entry = entry * entry_decay(L, x.c, nb, ri, ci)
+                    entry = whole_entry(x, two[ci] + diagonal_a[ci + 2 * ri + 4 * nb], L, nb, ri, ci)
                     two[ci] = entry * b[ri] if 8 * nb + 2 * x.c + ci < x.r + 8 * ri else F32(0.0)
                 cute.autovec_copy(two, entries(x, nb, ri))
 
@@ -435,9 +517,8 @@ def place_p(x: cutlass.Constexpr, scores: cute.Tensor, diagonal: cute.Tensor, L:
         half = cute.make_rmem_tensor((4,), F32)
         cute.autovec_copy(smem.halves[None, j, x.lane, x.block_row], half)
         for e in cutlass.range_constexpr(4):
-            entry, row, col = diagonal[4 * j + e] + half[e], x.r + 8 * (e // 2), 8 * j + 2 * x.c + e % 2
-            if cutlass.const_expr(x.variant.is_scalar):
-                entry = entry * entry_decay(L, x.c, j, e // 2, e % 2)
+            row, col = x.r + 8 * (e // 2), 8 * j + 2 * x.c + e % 2
+            entry = whole_entry(x, diagonal[4 * j + e] + half[e], L, j, e // 2, e % 2)
             diagonal[4 * j + e] = entry if col <= row else F32(0.0)
     cute.arch.sync_warp()
     out_at = lane_address(smem.out, x.block_row, x.lane)

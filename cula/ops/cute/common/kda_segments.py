@@ -2,9 +2,9 @@
 """Sequences split into segments of L chunks that run at the same time, where (sequence, head) pairs are too few to fill a GPU.
 
 What a segment lacks is the state at its start. It gets it in one of two ways.
-  * Warm-up: if w <= MAX_WARM_UP chunks before it shrink any state below 2^-24 (by the intra-chunk kernel's bound), it first runs
-    the recurrence over those, from zero and without output. If no more than MAX_WARM_UP chunks come before it at all, it runs
-    over those from the initial state.
+  * Warm-up: if w <= MAX_WARM_UP chunks before it shrink any state below 2^-24 (by the bounds of `kda_intra_bound.py`, whose
+    logarithms add up), it first runs the recurrence over those, from zero and without output. If no more than MAX_WARM_UP chunks
+    come before it at all, it runs over those from the initial state.
   * Chained: otherwise it chains the transitions of the segments before it, S <- M_i S + B_i. They come from the same recurrence
     without output: B from S = 0, and M from S = I and v = 0 (kept as a 16-bit pair, hi + lo; in fp16 hi alone is read).
 Every warp finds out from the data which way it is. Where all segments warm up nobody computes a transition.
@@ -22,24 +22,33 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from cula.ops.cute.common.gate import log2
 from cula.ops.cute.common.tiles import F32, I32
 from cula.ops.cute.common.varlen_index import find_sequence, first_chunk
-from cula.ops.cute.kda_abi import BOUND
+from cula.ops.cute.kda_abi import BOUND, LARGEST
 
 MAX_WARM_UP = 4  # chunks that a segment may run over before its own
 FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
+ROUNDING = 0.05  # log2 of what the recurrence's own roundings, and those of the bound, may add to a chunk's
 
 
 @cute.jit
 def warm_up_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
     """How many chunks to run over before number `end`: as many as forget all that came earlier, or all `have` of them, from the
     start of the sequence. 0 if that would be more than MAX_WARM_UP."""
-    bound = cute.make_rmem_tensor((MAX_WARM_UP,), F32)
+    parts = cute.make_rmem_tensor((4, 2, MAX_WARM_UP), F32)
     for w in cutlass.range_constexpr(MAX_WARM_UP):
-        bound[w] = mVec[cutlass.max(end - 1 - w, 0), hv, BOUND]
+        of_chunk = mVec[cutlass.max(end - 1 - w, 0), hv, None]
+        for i, at in enumerate((BOUND, LARGEST)):
+            four = cute.make_tensor((of_chunk.iterator + at).align(16), cute.make_layout(4))
+            cute.autovec_copy(four, parts[None, i, w])
     total, found = F32(0.0), I32(0)
     for w in cutlass.range_constexpr(MAX_WARM_UP):
-        total += bound[w]
+        bound, largest = F32(0.0), F32(0.0)
+        for i in cutlass.range_constexpr(4):
+            bound += parts[i, 0, w]
+            largest = cute.arch.fmax(largest, parts[i, 1, w], nan=True)
+        total += log2(bound + largest) + F32(ROUNDING)
         found = I32(w + 1) if found == 0 and (have == w + 1 or total < F32(FORGOTTEN)) else found
     return found
 

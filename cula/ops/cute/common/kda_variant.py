@@ -9,32 +9,50 @@ from typing import NamedTuple
 
 from cula.ops.cute.common.tiles import BF16, F16, F32
 
+GATES = ("gate", "softplus", "log")
+"""What g is: raw, with a bound when activated; raw, without; or log decays of any size. `safe` log decays, in bf16, have the
+bound of `gate`, by the caller's promise."""
+
 
 class KdaVariant(NamedTuple):
     """One of the codes that kernels are compiled to."""
 
     dtype: type  # of all 16-bit operands; float16 also means that q and k are normalised in the kernel
     g_type: type
-    has_gate: bool  # g is raw and bounded when activated; otherwise it is the log decay
+    gate: str  # one of `GATES`, or `safe`
     is_scalar: bool = False  # there is one gate a head, not one a channel
 
     @property
     def name(self) -> str:
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
-        words = ["kda", short[self.dtype], "gate" if self.has_gate else "log", short[self.g_type]]
+        words = ["kda", short[self.dtype], self.gate, short[self.g_type]]
         return "_".join([*words, "scalar"] if self.is_scalar else words)
+
+    @property
+    def is_raw(self) -> bool:
+        """g is activated in the kernel, by A_log and dt_bias."""
+        return self.gate in ("gate", "softplus")
+
+    @property
+    def is_steep(self) -> bool:
+        """Channels may decay at any speed. What float32 gates could gain from a bound is not worth codes of their own."""
+        return not self.is_scalar and (self.gate in ("softplus", "log") or self.g_type is F32)
+
+    @property
+    def has_gate_tile(self) -> bool:
+        """Gates come by TMA, to shared memory; others are read by the threads that activate them."""
+        return not self.is_scalar and self.g_type is BF16
 
 
 def split_variants() -> Iterator[KdaVariant]:
     """Those of the split kernels: all that there are."""
-    for dtype, g_type, has_gate in itertools.product((F16, BF16), (BF16, F32), (True, False)):
-        yield KdaVariant(dtype, g_type, has_gate)
-        yield KdaVariant(dtype, g_type, has_gate, is_scalar=True)
+    for dtype, g_type in itertools.product((F16, BF16), (BF16, F32)):
+        for gate in (*GATES, "safe") if g_type is BF16 else GATES:
+            yield KdaVariant(dtype, g_type, gate)
+        for gate in GATES:
+            yield KdaVariant(dtype, g_type, gate, is_scalar=True)
 
 
 def fused_variants() -> Iterator[KdaVariant]:
-    """Those of the fused kernel, what fits its shared memory: fp16 operands, and gates of 16 bits or one a head."""
-    for has_gate in (True, False):
-        yield KdaVariant(F16, BF16, has_gate)
-    for g_type, has_gate in itertools.product((BF16, F32), (True, False)):
-        yield KdaVariant(F16, g_type, has_gate, is_scalar=True)
+    """Those of the fused kernel: fp16 operands."""
+    return (variant for variant in split_variants() if variant.dtype is F16)

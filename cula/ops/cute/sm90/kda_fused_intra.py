@@ -15,14 +15,16 @@ import cutlass.cute as cute
 from cutlass._mlir.dialects import nvvm
 from cutlass.pipeline import NamedBarrier
 
+from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.inverse import inverse_pair
 from cula.ops.cute.common.kda_intra import clear_past_end, load_tiles, read_ahead, write_strengths
 from cula.ops.cute.common.kda_intra_smem import Arena, Full, SmemLayout, smem_layout
+from cula.ops.cute.common.kda_intra_steep import first_pass_of
 from cula.ops.cute.common.kda_intra_steps import (
     KEYS,
     Chunk,
+    address,
     factors,
-    first_pass,
     invert,
     join_halves,
     norms,
@@ -32,9 +34,9 @@ from cula.ops.cute.common.kda_intra_steps import (
     scale_rows,
     second_pass,
     sum_gates,
-    triangles,
+    sums_of,
 )
-from cula.ops.cute.common.tiles import I32
+from cula.ops.cute.common.tiles import F32, I32
 from cula.ops.cute.kda_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_fused_smem import INBOX, P_AT, RESULT_BYTES, STAGE_BYTES, Barrier, send
 
@@ -54,7 +56,7 @@ class Group(NamedTuple):
 
 
 def stage_layout(stages: Any, stage: Any, lt: Any, variant: Any) -> SmemLayout:
-    return smem_layout(Arena(stages + stage * STAGE_BYTES), lt, lt, variant, stays=True)
+    return smem_layout(Arena(stages + stage * STAGE_BYTES), lt, variant, stays=True)
 
 
 def wait_in_a_branch(barrier: Any) -> None:
@@ -116,20 +118,20 @@ def intra_chunk(
     r, c = lane >> 2, lane & 3
     everyone = NamedBarrier(barrier_id=Barrier.GROUP + stage, num_threads=256)
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
-    has_channels = not variant.is_scalar
+    has_gate_tile = variant.has_gate_tile
 
     # -- inputs: g to where kb was, then k and q
-    of_g = [(tma.g, smem.g, hv, Full.G)] if cutlass.const_expr(has_channels) else []
+    of_g = [(tma.g, smem.g, hv, Full.G)] if cutlass.const_expr(has_gate_tile) else []
     of_kq = [(tma.k, smem.k, h, Full.KQ), (tma.q, smem.q, h, Full.KQ)]
     if wid == 0:
         cute.arch.mbarrier_wait(bars.half_free + stage, (use + 1) & 1)
-        if cutlass.const_expr(has_channels):
+        if cutlass.const_expr(has_gate_tile):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
             load_tiles(of_g, t0, smem.full)
-    raw_b, raw_g, slope = read_ahead(x, gates, scalars.beta_bits, thread, hv, t0)
-    until, after = triangles(r, c)
-    if cutlass.const_expr(has_channels):
+    raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, thread, hv, t0)
+    until, after = sums_of(variant, r, c)
+    if cutlass.const_expr(has_gate_tile):
         cute.arch.mbarrier_wait(smem.full + Full.G, use & 1)
     everyone.arrive_and_wait()  # the bias is there, too
     if wid == 0:
@@ -143,24 +145,29 @@ def intra_chunk(
         everyone.arrive_and_wait()
 
     # -- decays, norms, write strengths
-    L, rest = sum_gates(x, raw_g, slope, scalars.lower, until, after)
+    L, rest = sum_gates(x, raw_g, A_log, slope, scalars.lower, until, after)
     cute.arch.mbarrier_wait(smem.full + Full.KQ, use & 1)
-    size, inverse = norms(x, scalars.scale)
+    norms(x, scalars.scale)
     b = write_strengths(x, raw_b, scalars.beta_top)
     everyone.arrive_and_wait()
-    factors(x, thread & 127, smem.decays, b, size, inverse)
+    factors(x, thread & 127, smem.decays)
     everyone.arrive_and_wait()
 
     # -- scores and tiles
     cute.arch.mbarrier_wait(bars.o_left + stage, (use + 1) & 1)  # the first pass writes to where it was
-    diagonal_a, diagonal_p = first_pass(x, until, after, L, rest, b)
+    diagonal_a, diagonal_p = first_pass_of(x, until, after, L, rest, b)
     everyone.arrive_and_wait()
     for i in cutlass.range_constexpr(2):
         b[i] = smem.beta[16 * block_row + r + 8 * i]
     join_halves(x, diagonal_a, diagonal_p, b, L)
     everyone.arrive_and_wait()
     if block_row == 0:
+        if cutlass.const_expr(variant.is_steep):
+            park(x, diagonal_p)
         inverse_pair(smem.diagonal, side, 3 - side, lane)
+        if cutlass.const_expr(variant.is_steep):
+            cute.arch.sync_warp()
+            fetch(x, diagonal_p)
     scores = second_pass(x)
     scale_rows(x, None)
     for i in cutlass.range_constexpr(2):
@@ -173,6 +180,8 @@ def intra_chunk(
             send(group.start, group.inbox, P_AT, bars.arrived, group.partner)
 
     # -- P and T
+    if cutlass.const_expr(variant.is_steep):  # lest the compiler keep addresses made of the lane through all of the above
+        x = x._replace(lane=thread & 31)
     if side == KEYS:
         place_a(x, scores, b)
         wait_in_a_branch(everyone)
@@ -190,3 +199,22 @@ def intra_chunk(
         cute.arch.mbarrier_wait(bars.ready + stage, use & 1)
         with cute.arch.elect_one():
             send(group.start + P_AT, group.inbox + P_AT, RESULT_BYTES - P_AT, bars.arrived, group.partner)
+
+
+def place_to_park(x: Chunk, j: int) -> Any:
+    """Memory for four registers of the first block row's warps, in gaps of `halves` where no table is that is still read."""
+    return shared_at(address(x.smem.halves) + 1024 + 2048 * x.side + 512 * j + 16 * x.lane, F32, 4, 16)
+
+
+@cute.jit
+def park(x: cutlass.Constexpr, diagonal: cute.Tensor):
+    """Eight registers out of the way of the inverses."""
+    for j in cutlass.range_constexpr(2):
+        cute.autovec_copy(cute.make_tensor(diagonal.iterator + 4 * j, cute.make_layout((4, 1))), place_to_park(x, j))
+
+
+@cute.jit
+def fetch(x: cutlass.Constexpr, diagonal: cute.Tensor):
+    """What `park` put away."""
+    for j in cutlass.range_constexpr(2):
+        cute.autovec_copy(place_to_park(x, j), cute.make_tensor(diagonal.iterator + 4 * j, cute.make_layout((4, 1))))

@@ -151,7 +151,7 @@ class Flags(NamedTuple):
     """What a kernel's name says about its calls."""
 
     is_normalised: bool
-    has_gate: bool
+    gate: str  # "gate", "softplus", "log", "safe"
     g: torch.dtype
     has_scalar_gate: bool
 
@@ -159,7 +159,7 @@ class Flags(NamedTuple):
     def of(cls, name: str) -> Flags:
         dtypes = {short: dtype for dtype, short in kda.SHORT.items()}
         _, dtype, gate, g, *rest = name.split("_")
-        return cls(dtype == "f16", gate == "gate", dtypes[g], rest == ["scalar"])
+        return cls(dtype == "f16", gate, dtypes[g], rest == ["scalar"])
 
 
 class Call(NamedTuple):
@@ -194,23 +194,24 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     of_gate = () if flags.has_scalar_gate else (D,)
     g, shift = normal(B, T, call.HV, *of_gate), -8.0 if call.is_slow else 0.0
+    is_raw, fastest = flags.gate in ("gate", "softplus"), -50.0 if flags.gate == "log" else -5.0
     x = KdaInputs(
         q=q.bfloat16(),
         k=k.bfloat16(),
         v=normal(B, T, call.HV, D).bfloat16(),
-        g=(g if flags.has_gate else -5.0 * torch.sigmoid(g + shift)).to(flags.g),
+        g=(g if is_raw else fastest * torch.sigmoid(g + shift)).to(flags.g),
         beta=normal(B, T, call.HV).to(call.beta),
-        A_log=0.1 * normal(call.HV) if flags.has_gate else None,
-        dt_bias=0.1 * normal(call.HV, *of_gate) + shift if flags.has_gate else None,
+        A_log=0.1 * normal(call.HV) if is_raw else None,
+        dt_bias=0.1 * normal(call.HV, *of_gate) + shift if is_raw else None,
         initial_state=normal(len(call.lengths), call.HV, D, D) if call.has_state else None,
         cu_seqlens=torch.tensor([0, *call.lengths]).cumsum(0).int() if call.is_packed else None,
     )
     options = KdaOptions(
-        lower_bound=-5.0 if flags.has_gate else None,
-        use_gate_in_kernel=flags.has_gate,
+        lower_bound=-5.0 if flags.gate == "gate" else None,
+        use_gate_in_kernel=is_raw,
         use_qk_l2norm_in_kernel=flags.is_normalised,
         use_beta_sigmoid_in_kernel=True,
-        safe_gate=True,
+        safe_gate=flags.gate == "safe",
         output_final_state=True,
     )
     moved: Any = (None if t is None else t.to(device) for t in x)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a state outlives a chunk: an upper bound on the norm of its transition, which segments go by (`kda_segments.py`).
+
+The transition is S -> M S + B, where M = diag(e^{G_C}) - kr^T T kb = diag(e^{G_C}) - sum_{i <= t} T_ti kr_t kb_i^T. Each term of
+the sum has rank one, so that
+
+    |M| <= max_c e^{G_C,c} + sum_{i <= t} |kr_t| |T_ti| |kb_i|
+
+whatever keys, write strengths and gates are. kr, T and kb are taken as the recurrence reads them, in 16 bits. What it rounds in
+between, and what is rounded here, is allowed for by the reader. The sum is left in four parts and the maximum too, for the reader
+to put together: no warp waits for another. NaN stays NaN, which no comparison calls forgotten.
+
+With one gate a head, prod_t e^{g_t} max(1, |1 - b_t |k_t|^2|) is the norm where keys are alike, and no bound is below it.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from cula.ops.cute.common.fragments import flat, lane_address, shared_at
+from cula.ops.cute.common.gate import exp2, log2
+from cula.ops.cute.common.kda_intra_steps import address, squares_at
+from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.kda_abi import BOUND, LARGEST
+
+
+@cute.jit
+def leave_sizes(x: cutlass.Constexpr, tile: cute.Tensor, block_row: I32, which: cutlass.Constexpr):
+    """|kr_t| or |kb_i| of a block of rows, to shared memory."""
+    smem = x.smem
+    squares = squares_at(x, lane_address(tile, block_row, x.lane), x.variant.dtype)
+    if x.c == 0:
+        for i in cutlass.range_constexpr(2):
+            smem.sizes[16 * block_row + x.r + 8 * i, which] = cute.math.sqrt(squares[i], fastmath=True)
+
+
+@cute.jit
+def leave_sizes_of_kr(x: cutlass.Constexpr):
+    """By the second block row's warps: others have more blocks below the diagonal, or inverses."""
+    if x.block_row == 1:
+        for i in cutlass.range_constexpr(2):
+            leave_sizes(x, x.smem.kr, 2 * x.side + i, 0)
+
+
+@cute.jit
+def bound_by_pairs(x: cutlass.Constexpr, cols: cute.Tensor):
+    """sum |kr_t| |T_ti| |kb_i| over the rows i of T^T that `cols` has and all t.
+
+    All rows i together are what the bound has besides the largest decay.
+    """
+    sizes_at = address(x.smem.sizes) + (16 * x.block_row + 2 * x.c) * 4
+    y, total = cute.make_rmem_tensor((2,), F32), F32(0.0)
+    y.fill(0.0)
+    for d in cutlass.range_constexpr(4):
+        if x.block_row + d < 4:
+            for nb in cutlass.range_constexpr(2):
+                kr, block = cute.make_rmem_tensor((2, 1), F32), cute.make_rmem_tensor((4,), F32)
+                cute.autovec_copy(shared_at(sizes_at + 64 * d + 32 * nb, F32, 2, 8), kr)
+                block.store(flat(cols, 8 * d + 4 * nb, 4).load().to(F32))
+                for e in cutlass.range_constexpr(4):
+                    y[e // 2] = y[e // 2] + kr[e % 2] * cute.math.absf(block[e])
+    for i in cutlass.range_constexpr(2):
+        total += y[i] * x.smem.sizes[16 * x.block_row + x.r + 8 * i, 1]
+    for off in (1, 2, 4, 8, 16):
+        total += cute.arch.shuffle_sync_bfly(total, offset=off)
+    return total
+
+
+@cute.jit
+def leave_largest_decay(
+    x: cutlass.Constexpr, kept: F32, vec: cute.Tensor, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor
+):
+    """What is known before there are scores, by KEYS: the largest e^{G_C} of the channels. With one gate a head all of it, in
+    log2 and of our rows, which goes to shared memory."""
+    smem = x.smem
+    if cutlass.const_expr(x.variant.is_scalar):
+        bound = F32(0.0)
+        for i in cutlass.range_constexpr(2):
+            eigenvalue = F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
+            bound += log2(cute.arch.fmax(F32(1.0), cute.math.absf(eigenvalue), nan=True))
+        for off in (4, 8, 16):
+            bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
+        if x.lane == 0:
+            smem.bound[x.block_row] = bound + smem.sums[x.block_row, 0]
+    else:
+        value = cute.make_rmem_tensor((1,), F32)
+        bits = cute.recast_tensor(value, I32)
+        value[0] = kept
+        bits[0] = cute.arch.warp_redux_sync(bits[0], "max")  # as integers: they are not negative, and NaN is the largest
+        if x.lane == 0:
+            vec[LARGEST + x.block_row] = value[0]
+
+
+@cute.jit
+def leave_head_bound(x: cutlass.Constexpr, thread: I32, vec: cute.Tensor):
+    """With one gate a head, the product over all rows, as a sum and a maximum of which it is the only part."""
+    bound = x.smem.bound
+    if thread < 8:
+        whole = exp2(bound[0] + bound[1] + bound[2] + bound[3])
+        vec[BOUND + thread] = whole if thread == 0 else F32(0.0)
