@@ -87,7 +87,7 @@ def test_blackwell_takes_what_hopper_does(monkeypatch, sm):
     for change, reason in (
         ({"dtype": torch.float16}, "takes bfloat16"),
         ({"K": 64}, "takes K = V = 128"),
-        ({"options": KdaOptions(return_intermediate_states=True)}, "intermediate states"),
+        ({"beta_dtype": torch.float16}, "takes beta in bfloat16 or float32"),
         ({"sm": (12, 0)}, "needs compute capability 10.0 or 10.3, and this GPU has 12.0"),
     ):
         choice = choose("kda_fwd", dataclasses.replace(blackwell, **change))
