@@ -16,6 +16,7 @@ from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import Arch
 from cula.ops.cute.archs import ARCHS
+from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import loader
 
 
@@ -49,16 +50,17 @@ def how(op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
     problem = _of_kernels(problem)
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-    if not isinstance(problem, KdaProblem) or gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
+    if not isinstance(problem, (KdaProblem, GdnProblem)) or gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
         return None
-    from cula.ops.cute import kda  # see above
+    from cula.ops.cute import gdn, kda  # see above
 
-    return kda.how(problem, torch.cuda.get_device_properties(gpu).multi_processor_count)
+    num_sms = torch.cuda.get_device_properties(gpu).multi_processor_count
+    return gdn.how(problem, num_sms) if isinstance(problem, GdnProblem) else kda.how(problem, num_sms)
 
 
 def _of_kernels(problem: AnyProblem) -> AnyProblem:
-    """The call that the kernels serve: a prefill of GDN is KDA's with one gate a head."""
-    return kda_problem(problem) if isinstance(problem, GdnProblem) else problem
+    """The call that the kernels serve: but on Hopper a prefill of GDN is KDA's with one gate a head."""
+    return kda_problem(problem) if isinstance(problem, GdnProblem) and problem.sm not in HOPPER.targets else problem
 
 
 def backend_of(arch: Arch) -> Backend:

@@ -1,13 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet on the CuTe kernels: those of KDA that take one gate a head. Forward only, as they are."""
+"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. Forward only: the gradient is another backend's.
+
+Hopper has a kernel of its own: `sm90/gdn.py` says what it computes, `gdn_abi.py` what it is given, and `gdn_schedule.py`
+how a call is spread over a GPU. Elsewhere, and where states inside of sequences are kept, KDA's kernels serve, with one gate a
+head.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from cula.core.dispatch import AnyProblem
-from cula.gdn.problem import GdnProblem, by_kda, kda_problem
+from cula.core.kernels import Forward, Pool
+from cula.core.pool import Serving
+from cula.core.replay.record import LaunchRecord, Resized, Sizes
+from cula.core.replay.sizes import by_chunks, prefill_labels, resized
+from cula.core.replay.torch_internals import form_of
+from cula.core.replay.workspace import workspace
+from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
+from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
+from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
+from cula.ops.cute.gdn_schedule import schedule as make_schedule
+from cula.ops.cute.launch import Source, record
+from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
     "checkpoints_why_not",
@@ -15,26 +39,32 @@ __all__ = [
     "gdn_fwd",
     "gdn_fwd_checkpoints",
     "gdn_fwd_pool",
+    "how",
     "pool_why_not",
     "record_gdn_decode",
     "record_gdn_fwd",
     "record_gdn_fwd_checkpoints",
     "record_gdn_fwd_pool",
+    "run",
+    "variant",
     "why_not",
 ]
 
-gdn_fwd = by_kda(kda.kda_fwd)
-gdn_fwd_pool, gdn_fwd_checkpoints = by_kda(kda.kda_fwd_pool), by_kda(kda.kda_fwd_checkpoints)
-record_gdn_fwd = by_kda(kda.record_kda_fwd)
-record_gdn_fwd_pool, record_gdn_fwd_checkpoints = by_kda(kda.record_kda_fwd_pool), by_kda(kda.record_kda_fwd_checkpoints)
+ARCH, HOPPER = "sm_90a", (9, 0)
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
+TOKENS = ("q", "k", "v", "g", "beta")
+
+_kda_fwd, _record_kda_fwd = by_kda(kda.kda_fwd), by_kda(kda.record_kda_fwd)
+_kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.record_kda_fwd_pool)
+gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
 
 
-def pool_why_not(problem: GdnProblem) -> str | None:
-    return kda.pool_why_not(kda_problem(problem))
-
-
-def checkpoints_why_not(problem: GdnProblem) -> str | None:
-    return kda.checkpoints_why_not(kda_problem(problem))
+def is_own(problem: GdnProblem) -> bool:
+    """Whether the kernel of its own serves a call, and not KDA's."""
+    return problem.sm == HOPPER and not problem.options.return_intermediate_states
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -42,3 +72,172 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
     return kda.why_not(op, kda_problem(problem))
+
+
+def pool_why_not(problem: GdnProblem) -> str | None:
+    """Why the kernels do not read and write a call's pool of states themselves, as a sentence; None if they do."""
+    return kda.pool_why_not(kda_problem(problem))
+
+
+def checkpoints_why_not(problem: GdnProblem) -> str | None:
+    return kda.checkpoints_why_not(kda_problem(problem))
+
+
+def variant(problem: GdnProblem, schedule: Schedule) -> str:
+    """The name of the kernel. fp16 operands where keys and queries are normalised, and so within their range."""
+    return f"gdn_{'f16' if problem.options.use_qk_l2norm_in_kernel else 'bf16'}_{schedule.kernel}"
+
+
+def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> Forward:
+    """Outputs and, where asked for, the final state."""
+    if not is_own(problem):
+        return _kda_fwd(problem, x, out)
+    ht = None
+    if problem.options.output_final_state:
+        ht = torch.empty((problem.N, problem.HV, V, K), dtype=torch.float32, device=x.q.device)
+    h0 = None if x.initial_state is None else as_states(x.initial_state)
+    return Forward(run(problem, x, schedule_on(problem, x.q.device), h0, ht, out=out), ht)
+
+
+def gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
+    """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
+    if not is_own(problem):
+        return _kda_fwd_pool(problem, x, pool, out)
+    states, indices, has_initial_state, _ = pool
+    is_slot = (indices >= pool.first_slot) & (indices < states.shape[0])
+    write_to = torch.where(is_slot, indices, -1).to(torch.int32)
+    read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
+    return run(problem, x, schedule_on(problem, x.q.device), states, states, read_from, write_to, out)
+
+
+def run(
+    problem: GdnProblem,
+    x: GdnInputs,
+    schedule: Schedule,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    read_from: Tensor | None = None,
+    write_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launch with a given schedule; returns o."""
+    p, device = problem, x.q.device
+    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    to = as_tokens(o)  # a copy where TMA cannot write to `out`
+    x = x._replace(**{name: as_tokens(getattr(x, name)) for name in TOKENS})
+    tensors: dict[str, Tensor | None] = {name: getattr(x, name) for name in (*TOKENS, "A_log", "dt_bias")}
+    if x.dt_bias is None:
+        tensors["dt_bias"] = _no_bias(device, p.HV)
+    size = schedule.workspace_bytes(p.N * p.HV)
+    tensors["workspace"] = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    tensors |= {"o": to, "h0": h0, "ht": ht, "cu": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
+    addresses = GDN.pack_addresses({name: address(t) for name, t in tensors.items()})
+    numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None))
+    load(variant(p, schedule), ARCH)(*addresses, *numbers, stream_of(device))
+    if to is not o:
+        o.copy_(to)
+    return o
+
+
+def record_gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> LaunchRecord | None:
+    """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
+    takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
+    p, device = problem, x.q.device
+    if not is_own(p):
+        return _record_kda_fwd(problem, x, out)
+    ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
+    return _record(p, x, Serving(out), (x.initial_state, ht), ht)
+
+
+def record_gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tensor | None) -> LaunchRecord | None:
+    """The same for `gdn_fwd_pool`; None where the kernel cannot read the indices as they are."""
+    if not is_own(problem):
+        return _record_kda_fwd_pool(problem, x, pool, out)
+    states, indices, has_initial_state, is_zero_null = pool
+    if indices.dtype != torch.int32 or not indices.is_contiguous() or has_initial_state is not None or is_zero_null:
+        return None
+    return _record(problem, x, Serving(out, *pool[:3]), (states, states), None)
+
+
+def _record(
+    p: GdnProblem, x: GdnInputs, serving: Serving, states: tuple[Tensor | None, Tensor | None], ht: Tensor | None
+) -> LaunchRecord | None:
+    """A record of a call with these states, first and last; ht is one that it makes."""
+    device, out, is_indexed = x.q.device, serving.out, serving.state_pool is not None
+    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    if any(as_tokens(t) is not t for t in (*x[:5], o)):
+        return None
+    of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
+    schedule = schedule_on(p, device)
+    size = schedule.workspace_bytes(p.N * p.HV)
+    sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "A_log")}
+    sources |= {"dt_bias": Source(of["dt_bias"], address(_no_bias(device, p.HV))), "cu": of["cu_seqlens"], "o": ~0}
+    slots = of["initial_state_indices"] if is_indexed else None
+    sources |= {"h0": of["state_pool" if is_indexed else "initial_state"], "ht": of["state_pool"] if is_indexed else ~1}
+    sources |= {"workspace": ~2 if size else None, "read_from": slots, "write_to": slots}
+    numbers = _numbers(p, x, schedule, o, *states, is_indexed)
+    launch = record(GDN, load(variant(p, schedule), ARCH), sources, numbers, tuple(_sizes(p, schedule)))
+    place_of_out = None if out is None else of["out"]
+    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
+    sizes = Sizes(prefill_labels(x, serving, TOKENS, p.is_packed), _resize(p, device, schedule, place_of_out, ht is not None))
+    return LaunchRecord(device.index, (launch,), outputs, workspace(device.index, size) if size else None, sizes=sizes)
+
+
+def _resize(
+    p: GdnProblem, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
+) -> Callable[[int, int], Resized | None]:
+    """What a record needs for other numbers of tokens and sequences; None where another kernel serves those."""
+    num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
+
+    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
+        other = resized(p, B, T, N)
+        made = make_schedule(other, num_sms)
+        size = made.workspace_bytes(other.N * HV)
+        if made.kernel != schedule.kernel or bool(size) != bool(schedule.workspace_bytes(p.N * HV)):
+            return None
+        work = workspace(device.index, size) if size else None
+        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], work
+
+    scheduled = by_chunks(schedule_of)
+
+    def resize(first: int, second: int) -> Resized | None:
+        B, T, N = (1, first, second) if is_packed else (first, second, first)
+        found = scheduled(B, T, N) if T and N else None
+        if found is None:
+            return None
+        numbers, work = found
+        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), torch.bfloat16) if place_of_out is None else place_of_out
+        ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if has_ht else None
+        return Resized((B * T, N, 0 if is_packed else T, *numbers), (o, ht), work)
+
+    return resize
+
+
+@functools.cache
+def _no_bias(device: torch.device, HV: int) -> Tensor:
+    """dt_bias where a call has none."""
+    return torch.zeros(HV, dtype=torch.float32, device=device)
+
+
+def _numbers(
+    p: GdnProblem, x: GdnInputs, schedule: Schedule, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
+) -> dict[str, Any]:
+    """The arguments that are not addresses, by name."""
+    numbers: dict[str, Any] = {}
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("beta", x.beta), ("o", o)):
+        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    for name, states in (("h0", h0), ("ht", ht)):
+        numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
+        numbers[f"{name}_kind"] = 0 if states is None else KINDS[states.dtype]
+    beta_top = 0.0
+    if p.options.use_beta_sigmoid_in_kernel:
+        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
+    numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top, "is_indexed": is_indexed}
+    numbers |= {"g_bits": BITS[x.g.dtype], "beta_bits": BITS[x.beta.dtype], "has_gate": p.gate == "softplus"}
+    return numbers | _sizes(p, schedule)
+
+
+def _sizes(p: GdnProblem, schedule: Schedule) -> dict[str, int]:
+    """The arguments that follow from the numbers of tokens and sequences, by name."""
+    sizes = {"T": p.B * p.T, "N": p.N, "length": 0 if p.is_packed else p.T}
+    return sizes | {"blocks": schedule.blocks, "pieces": schedule.pieces}

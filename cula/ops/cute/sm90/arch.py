@@ -12,6 +12,7 @@ HOPPER = Arch(
     modules={
         "kda": ("sm90.kda", "sm90.kda_fused"),
         "lightning": ("sm90.lightning",),
+        "gdn": ("sm90.gdn",),
         "decode": ("sm90.decode",),
     },
     serves=("kda", "gdn", "lightning", "decode"),

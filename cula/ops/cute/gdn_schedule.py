@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call of Gated DeltaNet is spread over a Hopper GPU: by blocks that have a whole state each, or half of one.
+
+Free of cutlass, and of tensors: all of it follows from sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from cula.core.constants import CHUNK
+from cula.gdn.problem import GdnProblem
+from cula.ops.cute.gdn_abi import WORKSPACE
+from cula.ops.cute.tensors import sms_of
+
+# Microseconds a chunk, of a block with a whole state and of one with half of it. Only their ratio matters.
+WHOLE_US, HALF_US = 2.0, 1.3
+MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
+
+
+class Schedule(NamedTuple):
+    """Who takes the value heads of sequences."""
+
+    blocks: int  # with a whole state each, that take heads in turns; 0: pairs of blocks, with half of one each
+    pieces: int = 0  # pairs of blocks a head
+
+    @property
+    def kernel(self) -> str:
+        return "whole" if self.blocks else "half"
+
+    def workspace_bytes(self, heads: int) -> int:
+        """What pairs of blocks hand on to each other, of so many heads of sequences."""
+        return WORKSPACE.offsets(records=2 * self.pieces * heads)["end"] if self.pieces > 1 else 0
+
+
+def schedule(problem: GdnProblem, num_sms: int) -> Schedule:
+    """The schedule of a call on a GPU with so many SMs: whole states where heads fill it, otherwise as many pieces as there are
+    SMs for, and as are worth a step of the chain between them."""
+    p = problem
+    heads = p.N * p.HV
+    if p.options.use_qk_l2norm_in_kernel and -(-heads // num_sms) * WHOLE_US <= -(-heads // (num_sms // 2)) * HALF_US:
+        return Schedule(blocks=min(heads, num_sms))
+    mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
+    most = round(MOST_PIECES * math.sqrt(mean))
+    pieces = min(num_sms // 2 // heads, most)
+    return Schedule(blocks=0, pieces=max(1, pieces))
+
+
+def how(problem: GdnProblem, num_sms: int) -> str:
+    """What a call does on a GPU, for `cula.explain`."""
+    made, heads = schedule(problem, num_sms), problem.N * problem.HV
+    if made.blocks:
+        return f"one kernel, {heads} heads of sequences by {made.blocks} blocks, no workspace"
+    if made.pieces == 1:
+        return f"one kernel, {heads} heads of sequences by a pair of blocks each, no workspace"
+    size = made.workspace_bytes(heads) / 2**20
+    return f"one kernel, {heads} heads of sequences by {made.pieces} pairs of blocks each, {size:.3g} MiB of workspace"
+
+
+@functools.lru_cache(maxsize=1024)
+def schedule_on(problem: GdnProblem, device: torch.device) -> Schedule:
+    """The schedule of a call on a GPU of this machine."""
+    return schedule(problem, sms_of(device))

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on Hopper: one kernel, with nothing in memory but inputs and outputs.
+
+A chunk of 64 tokens of a value head, with log2 decays summed from its start (G_t; G_C over all of it), write strengths b, unit
+keys and queries k, q, and the state S [128 dk, 128 dv] in float32:
+
+    f = 2^G    r = 2^(G_C - G)    D[t, i] = 2^(G_t - G_i), i <= t               factors, all at most 1
+    T = (I + strict(k k^T D) b)^-1                                              b on the columns
+    R = k S    Y = v - f R    E = T Y    S <- 2^G_C S + k^T (r b E)             the chain
+    P = lower(q k^T D) b      o = scale (f (q S) + P E)
+
+With one gate a head, decays, norms and strengths are factors of rows and columns, so that k is an operand of four products as it
+lies in shared memory. E is the error of the prediction, and b E what is written: b is never divided by, and zero is a number like
+any other. The output is not in the chain: it takes S and E, in 16 bits, from shared memory.
+
+| warpgroup       | role                                                      | registers |
+|-----------------|-----------------------------------------------------------|-----------|
+| 0 (and 1)       | `state_role`: the chain, 64 rows dv each                  | 160 (208) |
+| the next        | `output_role`                                             | 96        |
+| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 96        |
+
+A block has a whole state, or half of one where heads are too few; then two warpgroups prepare, every other chunk each. Every role
+asks for its own tiles by TMA.
+
+| shared memory                | bytes, whole | half  |
+|------------------------------|--------------|-------|
+| k: four stages               | 64 K         | 64 K  |
+| q                            | 16 K         | 16 K  |
+| v: two stages                | 32 K         | 16 K  |
+| S, E in 16 bits; o           | 64 K         | 32 K  |
+| T: two of them               | 16 K         | 16 K  |
+| A, to be inverted            | 12.5 K       | 25 K  |
+| vectors                      | 4.5 K        | 4.5 K |
+
+`Bars` in `gdn_smem.py` has the mbarriers. The precision is `dtype`: fp16 operands where keys and queries are normalised here,
+rows of the state then run in `fp16_window.py`; bf16 otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.memory import SmemAllocator
+
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.tiles import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    K_MAJOR,
+    MN_MAJOR,
+    at_address,
+    by_head,
+    of_tokens,
+    tile_layout,
+    tma_load,
+    tma_store,
+    wgmma,
+)
+from cula.ops.cute.gdn_abi import GDN, STATE, WORKSPACE
+from cula.ops.cute.toolchain.variants import Variant
+
+from .gdn_items import GateInputs, GdnTma, GdnVariant, Handed, Items, Scalars, Scattered, States
+from .gdn_output import output_role
+from .gdn_prepare import prepare_role
+from .gdn_segments import plan_piece
+from .gdn_smem import allocate, init_barriers
+from .gdn_state import state_role
+
+THREADS, LAUNCH_REGISTERS = 512, 128
+# Of roles, in the order above, by parts: 512 in all.
+REGISTERS = {2: (160, 112, 80), 1: (176, 160, 88)}
+MAX_SLOTS = 1 << 30  # of a pool, as far as a layout must say
+
+
+class GdnMmas(NamedTuple):
+    """Products: of a warpgroup by where operands lie, and of a warp for the inverse."""
+
+    kk: Any  # [64, 64], both in shared memory
+    x: Any  # [64, 64] of a K-major tile, A in registers
+    t: Any  # [64, 64] of an MN-major tile
+    s: Any  # [64, 128] of an MN-major tile
+    chain: Any  # the same as s, in fp16
+    tf32: Any
+
+
+def gdn_mmas(dtype: Any) -> GdnMmas:
+    return GdnMmas(
+        wgmma(64, K_MAJOR, False, dtype),
+        wgmma(64, K_MAJOR, True, dtype),
+        wgmma(64, MN_MAJOR, True, dtype),
+        wgmma(128, MN_MAJOR, True, dtype),
+        wgmma(128, MN_MAJOR, True, F16),
+        cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1)),
+    )
+
+
+@cute.kernel
+def gdn_kernel(
+    tma: GdnTma,
+    mO: cute.Tensor,
+    gates: GateInputs,
+    states: States,
+    scalars: Scalars,
+    items: Items,
+    mmas: GdnMmas,
+    variant: cutlass.Constexpr,
+):
+    """With whole states block i takes the heads i, i + blocks, ...; otherwise cluster i has a piece of head i % heads."""
+    parts = cutlass.const_expr(variant.parts)
+    warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    role = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    smem, bars = allocate(SmemAllocator(), parts, variant.dtype)
+    if warp_id == 0:
+        with cute.arch.elect_one():
+            init_barriers(bars, parts)
+        for of in tma:
+            cpasync.prefetch_descriptor(of.atom)
+    cute.arch.mbarrier_init_fence()
+    if cutlass.const_expr(parts == 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
+
+    ours, plan = items._replace(first=block, step=grid, rank=I32(0)), None
+    if cutlass.const_expr(parts == 1):
+        ours = items._replace(rank=block & 1)
+        cluster = block >> 1
+        plan = plan_piece(ours, gates, scalars, smem.warm_ups, cluster % items.total, cluster // items.total, variant)
+    registers = cutlass.const_expr(REGISTERS[parts])
+    if role < parts:
+        cute.arch.setmaxregister_increase(registers[0])
+        state_role(tma.v, states, scalars, ours, plan, mmas, smem, bars, role, variant)
+    elif role == parts:
+        set_registers(registers[1])
+        output_role(tma, mO, scalars.scale, ours, plan, mmas, smem, bars, variant)
+    else:
+        cute.arch.setmaxregister_decrease(registers[2])
+        prepare_role(tma.k, gates, scalars, ours, plan, mmas, smem, bars, role - parts - 1, variant)
+    if cutlass.const_expr(parts == 1):
+        cute.arch.cluster_arrive()  # the partner may still send
+        cute.arch.cluster_wait()
+
+
+def set_registers(n: int) -> None:
+    """From what a launch gives each thread."""
+    if n > LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_increase(n)
+    elif n < LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_decrease(n)
+
+
+@cute.kernel
+def clear_kernel(done: cute.Tensor):
+    """Nothing has been handed on."""
+    cute.arch.griddepcontrol_wait()  # for a kernel that may still read it
+    cute.arch.griddepcontrol_launch_dependents()
+    tid, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range(tid, cute.size(done), 128, unroll=1):
+        done[i] = I32(0)
+
+
+def of_states(address: Any, slot: Any, HV: Any) -> tuple[Any, ...]:
+    """[slots, HV, dv, dk] of each kind, any number of slots. Read and written in pairs: a slot's stride is even."""
+    layout = cute.make_layout((MAX_SLOTS, HV, 128, 128), stride=(cute.assume(slot, divby=2), STATE, 128, 1))
+    return tuple(cute.make_tensor(at_address(dtype, address, dtype.width // 4), layout) for dtype in (F32, BF16, F16))
+
+
+@cute.jit
+def gdn_host(
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    o: Int64,
+    h0: Int64,
+    ht: Int64,
+    cu: Int64,
+    read_from: Int64,
+    write_to: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    beta_token: Int64,
+    beta_head: Int64,
+    o_token: Int64,
+    o_head: Int64,
+    h0_slot: Int64,
+    ht_slot: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
+    scale: F32,
+    beta_top: F32,
+    g_bits: I32,
+    beta_bits: I32,
+    has_gate: I32,
+    h0_kind: I32,
+    ht_kind: I32,
+    is_indexed: I32,
+    length: I32,
+    blocks: I32,
+    pieces: I32,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The arguments of `gdn_abi.GDN`."""
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
+    gates = GateInputs(
+        Scattered(g, g_token, g_head, g_bits),
+        Scattered(beta, beta_token, beta_head, beta_bits),
+        *(cute.make_tensor(at_address(F32, a, 4), cute.make_layout((HV,), stride=(1,))) for a in (A_log, dt_bias)),
+    )
+    mCu, mIn, mOut = [
+        cute.make_tensor(at_address(I32, a, 4), cute.make_layout((n,), stride=(1,)))
+        for a, n in ((cu, N + 1), (read_from, N), (write_to, N))
+    ]
+    lt, half = tile_layout(64, 128), tile_layout(64, 64)
+    tma = GdnTma(
+        q=tma_load(by_head(mQ), lt, (64, 128)),
+        k=tma_load(by_head(mK), lt, (64, 128)),
+        v=tma_load(by_head(mV), half, (64, 64)),
+        o=tma_store(by_head(mO), half, (64, 64)),
+    )
+    records = 2 * pieces * N * HV
+    at = WORKSPACE.offsets(records=Int64(records))
+    handed = Handed(
+        cute.make_tensor(at_address(F32, workspace, 16), cute.make_layout((records, STATE // 2), stride=(STATE // 2, 1))),
+        cute.make_tensor(at_address(I32, workspace + at["done"], 4), cute.make_layout((records,), stride=(1,))),
+    )
+    if cutlass.const_expr(variant.parts == 1):  # noqa: SIM102 (known when this is compiled, which the other is not)
+        if pieces > 1:
+            clear_kernel(handed.done).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream, use_pdl=True)
+    gdn_kernel(
+        tma,
+        by_head(mO),
+        gates,
+        States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut, handed),
+        Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed),
+        Items(HV, HV // H, length, N * HV, mCu, pieces, I32(0), I32(0), I32(0)),
+        gdn_mmas(variant.dtype),
+        variant,
+    ).launch(
+        grid=(blocks if variant.parts == 2 else records, 1, 1),
+        block=(THREADS, 1, 1),
+        cluster=(3 - variant.parts, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=True,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix", "stmatrix", "setmaxnreg")
+    # Of queries that are operands as they came the compiler keeps two copies: a block with a whole state has no room for that.
+    for variant in (GdnVariant(F16, 2), GdnVariant(F16, 1), GdnVariant(BF16, 1)):
+        yield Variant(variant.name, gdn_host, fake_arguments(GDN, gdn_host, variant), uses=uses)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on Hopper, pieces of a head: how several pairs of blocks share a sequence. See `gdn.py`.
+
+A piece lacks the state at its start. Which way it gets it is found out from the gates alone, for all pieces of a head alike.
+  * Warm: if at every boundary the chunks before it, at most MAX_WARM_UP, shrink any state below 2^-24, a piece is one segment of
+    the sequence, and runs over those chunks first, from zero and without output. With normalised keys and write strengths up to 2
+    a state shrinks by e^{sum of g} at least, so the gates alone prove it.
+  * Mapped: otherwise there is one segment more than there are pieces. The first piece walks over two of them. Piece p makes the
+    map of segment p, S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of
+    M, from S = I and without v; T serves both. Then it waits for the state at the start of segment p, hands M S + B on, and walks
+    over segment p + 1. So 2 / (pieces + 1) of the steps of one walk, and M never goes through memory.
+
+A pair of blocks waits for one of a lower number only, which has begun before it: `common/kda_segments.py` says what that
+relies on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import NamedBarrier
+
+from cula.ops.cute.common.fp16_window import is_outside, move_inside
+from cula.ops.cute.common.fragments import flat
+from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
+from cula.ops.cute.gdn_abi import TILE_BYTES
+from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
+from cula.ops.cute.sm90.kda_fused_smem import send
+
+from .gdn_items import Plan, sequence_of
+from .gdn_prepare import gate_of, log_decays, read_words
+from .gdn_smem import WARPS, Barrier, arrive
+
+MAX_WARM_UP = 4  # chunks
+FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped; keys in 16 bits are not quite of length 1
+FEWEST_CHUNKS = 4  # of a piece
+
+
+# Who does what
+
+
+@cute.jit
+def plan_piece(
+    items: cutlass.Constexpr,
+    gates: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    warm_ups: cute.Tensor,
+    item: I32,
+    piece: I32,
+    variant: cutlass.Constexpr,
+):
+    """The plan of a pair of blocks. By all threads of a block."""
+    seq, hv, begin, tokens = sequence_of(items, item)
+    chunks = (tokens + 63) // 64
+    pieces = cutlass.max(cutlass.min(items.pieces, chunks // FEWEST_CHUNKS), 1)
+    is_warm = I32(0)
+    length = (chunks + pieces - 1) // pieces
+    warm_up = I32(0)
+    if pieces > 1:
+        if cutlass.const_expr(variant.is_normalised):
+            wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            ours = I32(1)
+            for boundary in cutlass.range(wid + 1, pieces, WARPS, unroll=1):
+                found = warm_up_chunks(gates, scalars, hv, begin, tokens, boundary * length)
+                ours = cutlass.min(ours, found)
+            warm_ups[wid] = ours
+            cute.arch.sync_threads()
+            found = warm_ups[cute.arch.lane_idx() & (WARPS - 1)]
+            is_warm = I32(0) if cute.arch.vote_any_sync(found == 0) else I32(1)
+        if is_warm == 1:
+            warm_up = cutlass.min(I32(MAX_WARM_UP), piece * length)
+        else:
+            length = (chunks + pieces) // (pieces + 1)
+    # where a piece begins with output, and where it ends
+    middle = piece * length if is_warm == 1 or piece == 0 else (piece + 1) * length
+    end = (piece + 1) * length if is_warm == 1 or pieces == 1 else (piece + 2) * length
+    is_busy = piece < pieces and (middle < chunks or piece == 0)
+    is_map = I32(1) if is_busy and is_warm == 0 and piece > 0 else I32(0)
+    start = middle - warm_up if is_warm == 1 else (middle - length if is_map == 1 else I32(0))
+    export_at = I32(-1)
+    if pieces > 1 and is_warm == 0 and end < chunks:
+        export_at = length if piece == 0 else middle
+    is_last = I32(1) if is_busy and end >= chunks else I32(0)
+    end = cutlass.min(end, chunks)
+    record = 2 * (item * items.pieces + piece) + items.rank
+    idle = I32(0)
+    return Plan(
+        seq,
+        hv,
+        begin,
+        tokens,
+        start if is_busy else idle,
+        middle if is_busy else idle,
+        end if is_busy else idle,
+        is_map,
+        export_at,
+        record,
+        is_last,
+    )
+
+
+class Place(NamedTuple):
+    """Of a head."""
+
+    hv: Any
+    begin: Any
+    tokens: Any
+
+
+@cute.jit
+def warm_up_chunks(gates: cutlass.Constexpr, scalars: cutlass.Constexpr, hv: I32, begin: I32, tokens: I32, chunk: I32):
+    """1 if the chunks before a boundary, as many as a warm-up has, forget what came before, or are all there are; else 0. By a
+    warp."""
+    a, bias = gate_of(gates, scalars, hv)
+    place, total = Place(hv, begin, tokens), F32(0.0)
+    words = [cute.make_rmem_tensor((2,), I32) for _ in range(MAX_WARM_UP)]
+    for w in cutlass.range_constexpr(MAX_WARM_UP):
+        read_words(gates.g, words[w], place, cutlass.max(chunk - w - 1, 0))
+    for w in cutlass.range_constexpr(MAX_WARM_UP):
+        x = log_decays(gates.g, words[w], place, cutlass.max(chunk - w - 1, 0), scalars.has_gate, a, bias)
+        total += x[0] + x[1] if chunk - w > 0 else F32(0.0)
+    for step in cutlass.range_constexpr(5):
+        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+    return I32(1) if total < F32(FORGOTTEN) or chunk <= MAX_WARM_UP else I32(0)
+
+
+# Maps
+
+
+@cute.jit
+def begin_map(w: cutlass.Constexpr, rank: I32, bars: cutlass.Constexpr):
+    """S <- our 64 rows of the identity; the partner's rows of M may come."""
+    S, c = rows_and_columns(w.accS), w.thread % 4
+    for j in cutlass.range_constexpr(32):
+        for a in cutlass.range_constexpr(2):
+            is_one = 64 * rank + w.row(a) == 8 * (j // 2) + 2 * c + j % 2
+            S[a, j] = F32(1.0) if is_one else F32(0.0)
+    w.factor.fill(1.0)
+    if w.thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(bars.m_theirs, TILE_BYTES)
+
+
+@cute.jit
+def share_map(w: cutlass.Constexpr, rank: I32, smem: cutlass.Constexpr, bars: cutlass.Constexpr, dtype: cutlass.Constexpr):
+    """Our rows of M, in fp16, for our chain and for the partner's."""
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(rows_and_columns(w.accS), w.factor)
+    to = smem.M[None, None, rank]
+    w.store(rounded(w.accS, F16), to)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    arrive(bars.m_ours)
+    if w.thread // 32 == 0:
+        cute.arch.mbarrier_wait(bars.m_ours, 0)
+        with cute.arch.elect_one():
+            send(to.iterator, to.iterator, TILE_BYTES, bars.m_theirs, 1 - rank)
+
+
+@cute.jit
+def chain(
+    w: cutlass.Constexpr,
+    handed: cutlass.Constexpr,
+    record: I32,
+    smem: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """accS, which is B, <- S M + B, S being what the piece before has handed on. In fp16, whatever other operands are: M has no
+    entry above 1, and rows of S are scaled to fit."""
+    S, place = rows_and_columns(w.accS), place_of(w, handed.states, record)
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(S, w.factor)
+    w.factor.fill(1.0)
+    done = I32(0)
+    while done == 0:
+        done = cute.arch.load(handed.done.iterator + record, I32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+    half = cute.make_rmem_tensor_like(w.accS, F16)
+    load_rounded(place, half, w.factor)
+    if not is_safely_inside(half, None, w.factor):
+        find_factor(place, w.factor)
+        load_rounded(place, half, w.factor)
+    scale_rows(S, w.factor)
+    thr = w.mmas.chain.get_slice(w.thread)
+    M = thr.make_fragment_B(thr.partition_B(swapped(smem.M)))  # [N = dk after, K = dk before]
+    cute.arch.mbarrier_wait(bars.m_ours, 0)
+    cute.arch.mbarrier_wait(bars.m_theirs, 0)
+    warpgroup.fence()
+    atom, a = cute.make_mma_atom(w.mmas.chain.op), seen_as_a(half)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    for i in cutlass.range_constexpr(8):
+        cute.gemm(atom, w.accS, a[None, None, i], M[None, None, i % 4, i // 4], w.accS)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(dtype is not F16):
+        unscale_rows(S, w.factor)
+        w.factor.fill(1.0)
+
+
+@cute.jit
+def load_rounded(place: cute.Tensor, half: cute.Tensor, factor: cute.Tensor):
+    """A state's rows times their factors in fp16. By quarters: there are no registers for all of it beside B."""
+    for quarter in cutlass.range_constexpr(4):
+        part = load_quarter(place, quarter)
+        for e in cutlass.range_constexpr(16):
+            part[e] = part[e] * factor[e // 2 % 2]
+        flat(half, 16 * quarter, 16).store(part.load().to(F16))
+
+
+@cute.jit
+def find_factor(place: cute.Tensor, factor: cute.Tensor):
+    """Of each row, that brings it into fp16's window; before it is 1."""
+    top = cute.make_rmem_tensor((2,), F32)
+    top.fill(0.0)
+    for quarter in cutlass.range_constexpr(4):
+        part = load_quarter(place, quarter)
+        for e in cutlass.range_constexpr(16):
+            top[e // 2 % 2] = cute.arch.fmax(top[e // 2 % 2], cute.arch.fmax(part[e], -part[e]))
+    for a in cutlass.range_constexpr(2):
+        highest = over_row(top[a])
+        factor[a] = move_inside(highest, F32(1.0)) if is_outside(highest, F32(1.0)) else F32(1.0)
+
+
+@cute.jit
+def load_quarter(place: cute.Tensor, quarter: cutlass.Constexpr):
+    part = cute.make_rmem_tensor((16,), F32)
+    of_four = cute.make_layout((4, 4))
+    from_place = cute.make_tensor(place.iterator + quarter * 4 * 512, cute.make_layout((4, 4), stride=(1, 512)))
+    cute.autovec_copy(from_place, cute.make_tensor(part.iterator, of_four))
+    return part
+
+
+# States handed on
+
+
+def place_of(w: Any, states: Any, record: Any) -> Any:
+    """What this thread holds of a record, [4, 16]: in the order of registers, so that warps read and write without gaps."""
+    start = states[record, None].iterator + w.thread * 4
+    return cute.make_tensor(start.align(16), cute.make_layout((4, 16), stride=(1, 512)))
+
+
+def in_fours(acc: Any) -> Any:
+    return cute.make_tensor(acc.iterator, cute.make_layout((4, 16)))
+
+
+@cute.jit
+def hand_on(w: cutlass.Constexpr, handed: cutlass.Constexpr, record: I32, dtype: cutlass.Constexpr):
+    """The state, for the piece that waits for it."""
+    out = cute.make_rmem_tensor_like(w.accS, F32)
+    out.store(w.accS.load())
+    if cutlass.const_expr(dtype is F16):
+        unscale_rows(rows_and_columns(out), w.factor)
+    cute.autovec_copy(in_fours(out), place_of(w, handed.states, record))
+    cute.arch.fence_acq_rel_gpu()
+    NamedBarrier(barrier_id=Barrier.STATE, num_threads=128).arrive_and_wait()
+    if w.thread == 0:
+        cute.arch.red(handed.done.iterator + record, I32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on Hopper: what lies in shared memory, and the barriers by which roles tell each other. See `gdn.py`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from cula.ops.cute.common.inverse import PITCH, blocks
+from cula.ops.cute.common.tiles import F16, F32, I32, allocate_tile, tile_at, tile_layout
+
+KEY_STAGES, VECTOR_STAGES, WARPS = 4, 8, 16
+BLOCK = 16 * PITCH  # floats of a 16x16 block
+# A chunk's vectors, one behind the other: log2 decays summed up, their powers, factors of E in the state and in P; all its decay.
+SUM, POWER, INTO_STATE, STRENGTH, DECAY, VECTORS = 0, 64, 128, 192, 256, 264
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; of the warpgroups that prepare, this is the first's."""
+
+    OUTPUT = 1
+    PREPARE = 2
+    STATE = 4  # a state has been written to memory
+
+
+class Smem(NamedTuple):
+    """Shared memory. Parts are those of the state that a block has."""
+
+    raw_k: Any  # [64, 128, KEY_STAGES], as it came
+    k: Any  # the same memory, in the type of operands
+    q: Any  # [64, 128]
+    v: Any  # [64 tokens, 64 dv, 2 parts]: two stages a part
+    S: Any  # [64 dv, 128 dk, parts]
+    E: Any  # [64 dv, 64 tokens, parts]
+    T: Any  # [64 i, 64 t, 2]: transposed
+    o: Any  # [64 tokens, 64 dv, parts]
+    vectors: Any  # [VECTORS, VECTOR_STAGES]: so many that those of a chunk ahead need not wait
+    unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
+    below: Any  # A below the diagonal, by blocks, of each preparer
+    diagonal: Any
+    M: Any  # [64 dk, 128 dk, 2]: a segment's map, of a block that has half of a state
+    warm_ups: Any  # [WARPS]: what warps have found of a head's boundaries
+
+
+class Bars(NamedTuple):
+    """mbarriers."""
+
+    k_full: Any  # keys have come, for each stage
+    k_ready: Any  # they are operands, and vectors are in place
+    k_empty: Any  # all have read both
+    t_ready: Any  # T is in place, for each of its two
+    q_full: Any
+    v_full: Any  # for each part and stage
+    v_empty: Any
+    s_full: Any  # S in 16 bits is in place, for each part
+    s_empty: Any
+    e_full: Any  # E and `unit` are
+    e_empty: Any
+    m_ours: Any  # our half of M is in place
+    m_theirs: Any  # the partner's half has come
+
+
+def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
+    preparers = 3 - parts
+    keys = tile_layout(64, 128, KEY_STAGES)
+    raw_k = allocate_tile(smem, keys)
+    q = allocate_tile(smem, tile_layout(64, 128, 1))
+    v = allocate_tile(smem, tile_layout(64, 64, 2 * parts))
+    S = allocate_tile(smem, tile_layout(64, 128, parts, dtype), dtype)
+    E = allocate_tile(smem, tile_layout(64, 64, parts, dtype), dtype)
+    T = allocate_tile(smem, tile_layout(64, 64, 2, dtype), dtype)
+    o = allocate_tile(smem, tile_layout(64, 64, parts))
+    vectors = smem.allocate_tensor(F32, cute.make_layout((VECTORS, VECTOR_STAGES)), byte_alignment=16)
+    unit = smem.allocate_tensor(F32, cute.make_layout((64, parts)), byte_alignment=16)
+    below = smem.allocate_tensor(F32, blocks(6 * preparers), byte_alignment=16)
+    diagonal = smem.allocate_tensor(F32, blocks(4 * preparers), byte_alignment=16)
+    k = tile_at(raw_k, tile_layout(64, 128, KEY_STAGES, dtype), dtype)
+    counts = Bars(*(len(of) for of in arrivals(parts)))
+    bars = Bars(*(smem.allocate_array(cutlass.Int64, n) for n in counts))
+    M = allocate_tile(smem, tile_layout(64, 128, 2, F16), F16) if parts == 1 else None
+    warm_ups = smem.allocate_tensor(I32, cute.make_layout((WARPS,)), byte_alignment=16)
+    return Smem(raw_k, k, q, v, S, E, T, o, vectors, unit, below, diagonal, M, warm_ups), bars
+
+
+def arrivals(parts: int) -> Bars:
+    """How many arrivals each mbarrier counts: in the order in which they lie. Warps arrive, or one thread for all."""
+    stages, of_v = KEY_STAGES, 2 * parts
+    return Bars(
+        k_full=[1] * stages,
+        k_ready=[1] * stages,
+        k_empty=[4 * parts + 4] * stages,
+        t_ready=[1] * 2,
+        q_full=[1],
+        v_full=[1] * of_v,
+        v_empty=[4] * of_v,
+        s_full=[4] * parts,
+        s_empty=[4] * parts,
+        e_full=[4] * parts,
+        e_empty=[4] * parts,
+        m_ours=[4],
+        m_theirs=[1],
+    )
+
+
+def init_barriers(bars: Bars, parts: int) -> None:
+    """By one thread."""
+    for bar, counts in zip(bars, arrivals(parts)):
+        for i, count in enumerate(counts):
+            cute.arch.mbarrier_init(bar + i, count)
+
+
+def work_of(t: Any, which: Any, n: int) -> Any:
+    """The n blocks of one preparer."""
+    return cute.make_tensor(t.iterator + which * (n * BLOCK), blocks(n))
+
+
+@cute.jit
+def arrive(bar: cute.Pointer):
+    """This warp has done it: after all its lanes have."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bar)
+
+
+@cute.jit
+def publish(bar: cute.Pointer):
+    """The same for what it has written, which products are to read."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    arrive(bar)
