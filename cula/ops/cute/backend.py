@@ -55,7 +55,9 @@ def how(op: str, problem: AnyProblem) -> str | None:
     from cula.ops.cute import gdn, kda  # see above
 
     num_sms = torch.cuda.get_device_properties(gpu).multi_processor_count
-    return gdn.how(problem, num_sms) if isinstance(problem, GdnProblem) else kda.how(problem, num_sms)
+    if isinstance(problem, KdaProblem):
+        return kda.how(problem, num_sms)
+    return gdn.how(problem, num_sms) if gdn.is_own(problem) else kda.how(kda_problem(problem), num_sms)
 
 
 def _of_kernels(problem: AnyProblem) -> AnyProblem:
