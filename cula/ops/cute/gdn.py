@@ -104,10 +104,9 @@ def gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tensor | No
     if not is_own(problem):
         return _kda_fwd_pool(problem, x, pool, out)
     states, indices, has_initial_state, _ = pool
-    is_slot = (indices >= pool.first_slot) & (indices < states.shape[0])
-    write_to = torch.where(is_slot, indices, -1).to(torch.int32)
+    write_to = indices.to(torch.int32).contiguous()
     read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
-    return run(problem, x, schedule_on(problem, x.q.device), states, states, read_from, write_to, out)
+    return run(problem, x, schedule_on(problem, x.q.device), states, states, read_from, write_to, out, pool.first_slot)
 
 
 def run(
@@ -119,6 +118,7 @@ def run(
     read_from: Tensor | None = None,
     write_to: Tensor | None = None,
     out: Tensor | None = None,
+    first_slot: int = 0,
 ) -> Tensor:
     """Launch with a given schedule; returns o."""
     p, device = problem, x.q.device
@@ -132,7 +132,7 @@ def run(
     tensors["workspace"] = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     tensors |= {"o": to, "h0": h0, "ht": ht, "cu": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
     addresses = GDN.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None))
+    numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None, first_slot))
     load(variant(p, schedule), ARCH)(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -153,14 +153,19 @@ def record_gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tens
     """The same for `gdn_fwd_pool`; None where the kernel cannot read the indices as they are."""
     if not is_own(problem):
         return _record_kda_fwd_pool(problem, x, pool, out)
-    states, indices, has_initial_state, is_zero_null = pool
-    if indices.dtype != torch.int32 or not indices.is_contiguous() or has_initial_state is not None or is_zero_null:
+    states, indices, has_initial_state, _ = pool
+    if indices.dtype != torch.int32 or not indices.is_contiguous() or has_initial_state is not None:
         return None
-    return _record(problem, x, Serving(out, *pool[:3]), (states, states), None)
+    return _record(problem, x, Serving(out, *pool[:3]), (states, states), None, pool.first_slot)
 
 
 def _record(
-    p: GdnProblem, x: GdnInputs, serving: Serving, states: tuple[Tensor | None, Tensor | None], ht: Tensor | None
+    p: GdnProblem,
+    x: GdnInputs,
+    serving: Serving,
+    states: tuple[Tensor | None, Tensor | None],
+    ht: Tensor | None,
+    first_slot: int = 0,
 ) -> LaunchRecord | None:
     """A record of a call with these states, first and last; ht is one that it makes."""
     device, out, is_indexed = x.q.device, serving.out, serving.state_pool is not None
@@ -175,7 +180,7 @@ def _record(
     slots = of["initial_state_indices"] if is_indexed else None
     sources |= {"h0": of["state_pool" if is_indexed else "initial_state"], "ht": of["state_pool"] if is_indexed else ~1}
     sources |= {"workspace": ~2 if size else None, "read_from": slots, "write_to": slots}
-    numbers = _numbers(p, x, schedule, o, *states, is_indexed)
+    numbers = _numbers(p, x, schedule, o, *states, is_indexed, first_slot)
     launch = record(GDN, load(variant(p, schedule), ARCH), sources, numbers, tuple(_sizes(p, schedule)))
     place_of_out = None if out is None else of["out"]
     outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
@@ -220,7 +225,14 @@ def _no_bias(device: torch.device, HV: int) -> Tensor:
 
 
 def _numbers(
-    p: GdnProblem, x: GdnInputs, schedule: Schedule, o: Tensor, h0: Tensor | None, ht: Tensor | None, is_indexed: bool
+    p: GdnProblem,
+    x: GdnInputs,
+    schedule: Schedule,
+    o: Tensor,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    is_indexed: bool,
+    first_slot: int,
 ) -> dict[str, Any]:
     """The arguments that are not addresses, by name."""
     numbers: dict[str, Any] = {}
@@ -233,6 +245,7 @@ def _numbers(
     if p.options.use_beta_sigmoid_in_kernel:
         beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
     numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top, "is_indexed": is_indexed}
+    numbers |= {"first_slot": first_slot, "num_slots": h0.shape[0] if is_indexed and h0 is not None else 0}
     numbers |= {"g_bits": BITS[x.g.dtype], "beta_bits": BITS[x.beta.dtype], "has_gate": p.gate == "softplus"}
     return numbers | _sizes(p, schedule)
 

@@ -9,7 +9,7 @@
 | A_log, dt_bias         | [HV], float32; read where `has_gate`                                                               |
 | h0, ht                 | [slots, HV, 128 (V), 128 (K)]; `h0_kind`, `ht_kind` say of which type (`KINDS`), 0 for none        |
 | cu                     | [N + 1], where sequences begin; read if `length` is 0                                              |
-| read_from, write_to    | [N], where `is_indexed`: slots of first states, negative for zeros; of last ones, negative for none |
+| read_from, write_to    | [N], where `is_indexed`: slots of first and of last states; none outside `first_slot` .. `num_slots`  |
 | *_token, *_head, *_slot | strides, in elements                                                                              |
 | beta_top               | the largest beta that a raw one is activated to, 0 for one that is activated already               |
 | length                 | tokens of every sequence, or 0 where `cu` has them                                                 |
@@ -50,7 +50,19 @@ GDN = Abi(
     i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "beta", "o") for of in ("token", "head")), "h0_slot", "ht_slot"),
     i32("T", "N", "H", "HV"),
     f32("scale", "beta_top"),
-    i32("g_bits", "beta_bits", "has_gate", "h0_kind", "ht_kind", "is_indexed", "length", "blocks", "pieces"),
+    i32(
+        "g_bits",
+        "beta_bits",
+        "has_gate",
+        "h0_kind",
+        "ht_kind",
+        "is_indexed",
+        "first_slot",
+        "num_slots",
+        "length",
+        "blocks",
+        "pieces",
+    ),
 )
 
 # A record is half of a state, of a head and a pair of blocks.

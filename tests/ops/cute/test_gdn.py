@@ -181,15 +181,15 @@ def test_another_sequences_nan_stays_there(interpreted, made):
 def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(interpreted, monkeypatch, made, dtype):
     monkeypatch.setattr(gdn, "schedule_on", lambda problem, device: made)
     p, x = make(Case((100, 64, 0, 5), HV=2, has_state=False))
-    slots, fresh = torch.tensor([6, -1, 2, 0]), torch.tensor([True, True, True, False])
+    slots, fresh = torch.tensor([6, 8, 2, 0]), torch.tensor([True, True, True, False])  # there is no slot 8
     pool = torch.randn(8, 2, D, D).to(dtype)
     unlisted = [1, 3, 4, 5, 7]
     pool[unlisted] = torch.nan
     before = pool.clone()
     o = gdn.gdn_fwd_pool(p, x, Pool(pool, slots, fresh))
-    first = before[slots.clamp(min=0)].float() * ((slots >= 0) & fresh)[:, None, None, None]
+    live = slots < 8
+    first = before[slots.clamp(max=7)].float().nan_to_num() * (live & fresh)[:, None, None, None]
     want_o, want_ht = wanted(p, x._replace(initial_state=first))
-    live = slots >= 0
     assert relative_error(o, want_o) < TOLERANCE[True]
     assert relative_error(pool[slots[live]], want_ht[live]) < (STATE_TOLERANCE[True] if dtype == torch.float32 else 1e-2)
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))

@@ -105,6 +105,8 @@ class Scalars(NamedTuple):
     h0_kind: Any
     ht_kind: Any
     is_indexed: Any
+    first_slot: Any
+    num_slots: Any
 
 
 class Handed(NamedTuple):

@@ -250,17 +250,19 @@ def store_tile(mma: Any, thread: Any, x: Any, to: Any) -> None:
 
 
 @cute.jit
-def slot_of(slots: cute.Tensor, is_indexed: I32, seq: I32):
+def slot_of(slots: cute.Tensor, scalars: cutlass.Constexpr, seq: I32):
+    """Of a sequence; negative where it has none."""
     slot = seq
-    if is_indexed == 1:
-        slot = slots[seq]
+    if scalars.is_indexed == 1:
+        given = slots[seq]
+        slot = given if given >= scalars.first_slot and given < scalars.num_slots else I32(-1)
     return slot
 
 
 @cute.jit
 def read_state(w: cutlass.Constexpr, states: cutlass.Constexpr, scalars: cutlass.Constexpr, seq: I32, hv: I32, rows: I32):
     """accS, which is zero, <- our rows of a first state, where there is one."""
-    slot = slot_of(states.read_from, scalars.is_indexed, seq)
+    slot = slot_of(states.read_from, scalars, seq)
     for kind in (FLOAT32, BFLOAT16, FLOAT16):
         if scalars.h0_kind == kind and slot >= 0:
             m = states.h0[kind - 1]
@@ -271,7 +273,7 @@ def read_state(w: cutlass.Constexpr, states: cutlass.Constexpr, scalars: cutlass
 
 @cute.jit
 def write_state(w: cutlass.Constexpr, states: cutlass.Constexpr, scalars: cutlass.Constexpr, seq: I32, hv: I32, rows: I32):
-    slot = slot_of(states.write_to, scalars.is_indexed, seq)
+    slot = slot_of(states.write_to, scalars, seq)
     for kind in (FLOAT32, BFLOAT16, FLOAT16):
         if scalars.ht_kind == kind and slot >= 0:
             m = states.ht[kind - 1]
