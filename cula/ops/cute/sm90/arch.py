@@ -10,7 +10,7 @@ HOPPER = Arch(
     title="Hopper",
     targets={(9, 0): "sm_90a"},
     modules={
-        "kda": ("sm90.kda", "sm90.kda_fused"),
+        "kda": ("sm90.kda", "sm90.kda_fused", "sm90.kda_bwd"),
         "lightning": ("sm90.lightning",),
         "decode": ("sm90.decode",),
     },

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA backward on Hopper: one host function, three launches.
+
+| kernel                             | a block for each               | makes                                              |
+|------------------------------------|--------------------------------|----------------------------------------------------|
+| `common/kda_intra.py`, unchanged   | chunk, value head              | what the recurrences multiply with                 |
+| `kda_bwd_recurrence.py`            | direction, sequence, value head | S, U; dS, dX, dh0                                 |
+| `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients                                |
+
+bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
+describes the arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from cula.ops.cute import kda_abi, kda_bwd_abi
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.kda import operands
+from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
+from cula.ops.cute.common.kda_intra import IntraResults, IntraScalars, IntraTma, intra_kernel
+from cula.ops.cute.common.kda_intra_steps import intra_mmas
+from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
+from cula.ops.cute.kda_bwd_abi import FACTORS
+from cula.ops.cute.sm90.arch import HOPPER
+from cula.ops.cute.toolchain.variants import Variant
+
+from .kda_bwd_recurrence import THREADS as WALK_THREADS
+from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
+from .kda_recurrence_steps import STAGES, recurrence_mmas
+
+
+class Work(NamedTuple):
+    """The workspace between the kernels. A record is a chunk's of one head."""
+
+    tiles: Any  # [192 records, 128]: kb, qg, kr
+    T: Any  # [128 records, 32], by quarters, transposed
+    P: Any  # the same
+    vec: Any  # [chunks, HV, VEC]
+    all_vecs: Any  # the same as [records, VEC]
+    done: Any  # [1]
+    S: Any  # [128 records, 128]
+    U: Any  # [64 records, 128]
+    dS: Any
+    dX: Any
+    factors: Any  # [records, FACTORS]
+
+
+def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+    """The tensors of the workspace."""
+    records = chunks * HV
+    offsets = kda_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+
+    def part(name: str, t: Any, layout: Any) -> Any:
+        return cute.make_tensor(at_address(t, workspace + offsets[name], kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
+
+    def rows(name: str, t: Any, count: int, columns: int) -> Any:
+        return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
+
+    return Work(
+        tiles=rows("tiles", F16, 192, 128),
+        T=rows("T", F16, SQUARE_BYTES // 64, 32),
+        P=rows("P", F16, SQUARE_BYTES // 64, 32),
+        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
+        all_vecs=rows("vec", F32, 1, VEC),
+        done=part("done", I32, cute.make_layout(1)),
+        S=rows("S", F16, STATE // 128, 128),
+        U=rows("U", F16, 64, 128),
+        dS=rows("dS", F16, STATE // 128, 128),
+        dX=rows("dX", F16, 64, 128),
+        factors=rows("factors", F32, 1, FACTORS),
+    )
+
+
+@cute.jit
+def launch_walks(work: cutlass.Constexpr, x: cutlass.Constexpr, dh0: cute.Tensor, sizes: cutlass.Constexpr, N: I32, stream):
+    """Both recurrences, a block for each direction, head and sequence."""
+    lw, lv = tile_layout(64, 128, STAGES, F16), tile_layout(64, 128, STAGES)
+    lq, state, tokens = tile_layout(32, 32, 4 * STAGES, F16), tile_layout(64, 128, 2, F16), tile_layout(64, 64, 2, F16)
+    tma = WalkTma(
+        tiles=tma_load(work.tiles, lw, (64, 128)),
+        T=tma_load(work.T, lq, (32, 32)),
+        P=tma_load(work.P, lq, (32, 32)),
+        vec=tma_load(work.all_vecs, cute.make_layout((1, VEC)), (1, VEC)),
+        v=tma_load(by_head(x.v), lv, (64, 128)),
+        do=tma_load(by_head(x.o), lv, (64, 128)),
+        S=tma_store(work.S, state, (64, 128)),
+        dS=tma_store(work.dS, state, (64, 128)),
+        U=tma_store(work.U, tokens, (64, 64)),
+        dX=tma_store(work.dX, tokens, (64, 64)),
+    )
+    walks_kernel(
+        tma, WalkMemory(x.h0, x.ht, dh0, work.factors, x.cu), sizes, recurrence_mmas(F16), lw, lv
+    ).launch(
+        grid=(2 * sizes.HV, N, 1),
+        block=(WALK_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=True,
+    )  # fmt: skip
+
+
+@cute.jit
+def launch_intra(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    length: I32,
+    halvings: I32,
+    group: I32,
+    grid: cutlass.Constexpr,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The intra-chunk kernel of the forward."""
+    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=x.gate.element_type)
+    tma = IntraTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=tma_load(by_head(x.k), lt, (64, 128)),
+        g=tma_load(by_head(x.gate), lg, (64, 128)),
+        tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=F16), (64, 128)),
+    )
+    intra_kernel(
+        tma,
+        x.gates,
+        IntraResults(work.T, work.P, work.vec, work.done),
+        x.cu,
+        scalars,
+        length,
+        halvings,
+        group,
+        intra_mmas(),
+        lt,
+        lg,
+        variant,
+        False,
+    ).launch(
+        grid=grid,
+        block=(INTRA_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=HOPPER.kda.intra_blocks if cutlass.const_expr(x.gate.element_type.width == 16) else 2,
+        preferred_smem_carveout=100,
+        use_pdl=True,
+    )
+
+
+@cute.jit
+def backward_host(
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    do: Int64,
+    h0: Int64,
+    dht: Int64,
+    cu: Int64,
+    dq: Int64,
+    dk: Int64,
+    dv: Int64,
+    dg: Int64,
+    dbeta: Int64,
+    shares: Int64,
+    dh0: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    do_token: Int64,
+    do_head: Int64,
+    beta_token: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
+    scale: F32,
+    lower: F32,
+    beta_top: F32,
+    beta_bits: I32,
+    has_h0: I32,
+    has_dht: I32,
+    has_dh0: I32,
+    length: I32,
+    halvings: I32,
+    chunks: I32,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The arguments of `kda_bwd_abi.BACKWARD`."""
+    x = operands(
+        kda_abi.SPLIT,
+        (q, k, v, g, beta, A_log, dt_bias, do, h0, dht, cu),
+        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
+        (T, N, H, HV),
+        variant,
+    )
+    work = work_at(workspace, chunks, HV)
+    scalars = IntraScalars(scale, lower, beta_top, beta_bits)
+    grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
+    launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
+    of_dh0 = cute.make_tensor(at_address(F32, dh0, 16), x.h0.layout)
+    launch_walks(work, x, of_dh0, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+
+
+def variants() -> Iterator[Variant]:
+    for g_type, has_gate in itertools.product((BF16, F32), (True, False)):
+        variant = KdaVariant(F16, g_type, has_gate)
+        arguments = fake_arguments(kda_bwd_abi.BACKWARD, backward_host, variant)
+        yield Variant(f"bwd_{variant.name}", backward_host, arguments, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))
