@@ -32,8 +32,8 @@ BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
 
 # A record is a chunk's of one head. What the intra-chunk kernel of the forward writes comes first.
 
-FACTORS = 4  # floats of a record: the powers of two that S, and dS, are scaled by, each for the two halves of the rows dv
-FACTOR_OF_DS = 2  # where those of dS begin
+FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
+FACTORS = 2  # floats of a record
 
 WORKSPACE = Workspace(
     (

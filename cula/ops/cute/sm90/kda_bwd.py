@@ -34,6 +34,9 @@ from cula.ops.cute.kda_bwd_abi import FACTORS
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain.variants import Variant
 
+from .kda_bwd_chunk import THREADS as CHUNK_THREADS
+from .kda_bwd_chunk import ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, wgmma_pair
+from .kda_bwd_chunk_steps import chunk_mmas
 from .kda_bwd_recurrence import THREADS as WALK_THREADS
 from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
 from .kda_recurrence_steps import STAGES, recurrence_mmas
@@ -153,6 +156,81 @@ def launch_intra(
     )
 
 
+class Gradients(NamedTuple):
+    """Addresses of what the last kernel writes."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dbeta: Any
+    shares: Any
+
+
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, chunks: Any, g_type: Any) -> ChunkMemory:
+    """What threads of the last kernel read and write."""
+    align = kda_bwd_abi.BACKWARD.alignment
+
+    def of_heads(name: str, t: Any, address: Any, heads: Any) -> Any:
+        layout = cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
+        return cute.make_tensor(at_address(t, address, align[name]), layout)
+
+    by_token = cute.make_layout((T, HV), stride=(HV, 1))
+    return ChunkMemory(
+        mVec=work.vec,
+        mFactors=work.factors,
+        mCu=x.cu,
+        mA=x.gates.mA,
+        mBias=x.gates.mBias,
+        mGate=by_head(x.gate),
+        mDq=of_heads("dq", BF16, made.dq, H),
+        mDk=of_heads("dk", BF16, made.dk, H),
+        mShareQ=of_heads("dq", F32, made.dq, HV),
+        mShareK=of_heads("dk", F32, made.dk, HV),
+        mDv=of_heads("dv", BF16, made.dv, HV),
+        mDg=of_heads("dg", g_type, made.dg, HV),
+        mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
+        mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
+        mShares=cute.make_tensor(
+            at_address(F32, made.shares, align["shares"]),
+            cute.make_layout((chunks, HV, 2, 128), stride=(HV * 256, 256, 128, 1)),
+        ),
+    )
+
+
+@cute.jit
+def launch_chunks(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    grid: cutlass.Constexpr,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """All that is inside of chunks."""
+    lt, state, tokens = tile_layout(64, 128), tile_layout(128, 128, dtype=F16), tile_layout(64, 128, dtype=F16)
+    k = tma_load(by_head(x.k), lt, (64, 128))
+    tma = ChunkTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=k,
+        g=tma_load(by_head(x.gate), lt, (64, 128)) if cutlass.const_expr(variant.g_type is BF16) else k,
+        do=tma_load(by_head(x.o), lt, (64, 128)),
+        S=tma_load(work.S, state, (128, 128)),
+        dS=tma_load(work.dS, state, (128, 128)),
+        U=tma_load(work.U, tokens, (64, 128)),
+        dX=tma_load(work.dX, tokens, (64, 128)),
+    )
+    chunk_kernel(tma, memory, scalars, wgmma_pair(), chunk_mmas(), intra_mmas(), variant).launch(
+        grid=grid,
+        block=(CHUNK_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=2,
+        preferred_smem_carveout=100,
+        use_pdl=True,
+    )
+
+
 @cute.jit
 def backward_host(
     q: Int64,
@@ -216,6 +294,9 @@ def backward_host(
     launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
     of_dh0 = cute.make_tensor(at_address(F32, dh0, 16), x.h0.layout)
     launch_walks(work, x, of_dh0, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta, shares), T, H, HV, chunks, variant.g_type)
+    of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
+    launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
 
 
 def variants() -> Iterator[Variant]:

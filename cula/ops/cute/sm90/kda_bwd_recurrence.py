@@ -10,8 +10,8 @@ Neither needs the other, so that a block runs in one direction over one (sequenc
 is transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each, a
 producer warp feeds them by TMA, two chunks deep, and a warp for each consumer carries its results away.
 
-What is kept is fp16. A consumer scales its 64 rows, and what meets them, by one power of two (`fit`), which is kept too: rows dv
-are what the products of `kda_bwd_chunk.py` sum over, so that they cannot have factors of their own.
+What is kept is fp16. Consumers scale all rows, and what meets them, by one power of two (`fit`), which is kept too: rows dv are
+what the products of `kda_bwd_chunk.py` sum over, so that they cannot have factors of their own.
 
 | warps      | role                                                        | registers |
 |------------|-------------------------------------------------------------|-----------|
@@ -58,7 +58,7 @@ from cula.ops.cute.common.tiles import (
 )
 from cula.ops.cute.common.varlen_index import first_chunk
 from cula.ops.cute.kda_abi import LOWER_LEFT, TILE_BYTES, UPPER_RIGHT, VEC
-from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS
+from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
 from cula.ops.cute.sm90.fp16_window import SAFELY_HIGH, SAFELY_LOW, largest, scale_rows, squares, unscale_rows
 from cula.ops.cute.sm90.kda_recurrence_steps import (
     QUARTER_BYTES,
@@ -83,13 +83,13 @@ FORWARD, REVERSE = 0, 1
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers, of which each consumer has one: this is the first's."""
+    """Named barriers. Where there is one for each consumer, this is the first's."""
 
-    STATE_FREE = 1  # there is room for a state, says the warp that carries it away
-    STATE_FULL = 3  # it is there, says the consumer
+    STATE_FREE = 1  # each consumer's: there is room for a state, says the warp that carries it away
+    STATE_FULL = 3  # each consumer's: it is there, says the consumer
     TOKENS_FREE = 5  # the same for U or dX
     TOKENS_FULL = 7
-    CONSUMER = 9  # the four warps of a consumer agree on a factor
+    CONSUMERS = 9  # the eight warps of both agree on a factor
 
 
 class WalkTma(NamedTuple):
@@ -135,8 +135,8 @@ class Storage(NamedTuple):
     sVec: Any  # [1, VEC, stage]
     state: Any  # [64 dv, 128, consumer]: S or dS on its way out
     tokens: Any  # [64 tokens, 64 dv, consumer]: U or dX
-    flags: Any  # [4 warps, 2, consumer]: whether fp16 holds what a warp has
-    tops: Any  # [4 warps, consumer]: the largest of it
+    flags: Any  # [8 warps, 2]: whether fp16 holds what a warp has
+    tops: Any  # [8 warps]: the largest of it
     ring: Ring
 
 
@@ -162,8 +162,8 @@ def allocate(lt: Any, lv: Any) -> Storage:
     sT, sP = allocate_tile(smem, square, F16), allocate_tile(smem, square, F16)
     state, tokens = [allocate_tile(smem, tile_layout(64, columns, 2, F16), F16) for columns in (128, 64)]
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
-    flags = smem.allocate_tensor(I32, cute.make_layout((4, 2, 2)), byte_alignment=16)
-    tops = smem.allocate_tensor(F32, cute.make_layout((4, 2)), byte_alignment=16)
+    flags = smem.allocate_tensor(I32, cute.make_layout((8, 2)), byte_alignment=16)
+    tops = smem.allocate_tensor(F32, cute.make_layout(8), byte_alignment=16)
     full, empty = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(2)]
     return Storage(ChunkTiles(sKb, sQg, sP, sT, sKr), sV, sVec, state, tokens, flags, tops, Ring(full, empty))
 
@@ -363,20 +363,22 @@ def hand_tokens(w: cutlass.Constexpr, half: cute.Tensor, storage: cutlass.Conste
 
 @cute.jit
 def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage: cutlass.Constexpr, n: I32):
-    """Scale the consumer's rows such that fp16 holds well what they are, and what enters with this chunk; `half` is S rounded."""
+    """Scale all rows such that fp16 holds well what they are, and what enters with this chunk; `half` is S rounded."""
     sums, of_v, lane = *[cute.make_rmem_tensor((2,), F32) for _ in range(2)], cute.arch.lane_idx()
     squares(half, sums, F16)
     squares(entering, of_v, BF16)
     both = sums[0] + sums[1] + (of_v[0] + of_v[1]) * w.factor[0] * w.factor[0]
     is_high = cute.arch.vote_any_sync(not (both <= F32(SAFELY_HIGH)))
     is_low = not cute.arch.vote_any_sync(both >= F32(SAFELY_LOW))
-    ours, four = storage.flags[None, n % 2, w.part], cute.make_rmem_tensor((4,), I32)
+    flags, found, ours = storage.flags[None, n % 2], cute.make_rmem_tensor((8,), I32), 4 * w.part + w.thread // 32
     if lane == 0:
-        ours[w.thread // 32] = (I32(2) if is_high else I32(0)) + (I32(1) if is_low else I32(0))
-    barrier = NamedBarrier(barrier_id=Barrier.CONSUMER + w.part, num_threads=128)
+        flags[ours] = (I32(2) if is_high else I32(0)) + (I32(1) if is_low else I32(0))
+    barrier = NamedBarrier(barrier_id=Barrier.CONSUMERS, num_threads=256)
     barrier.arrive_and_wait()
-    cute.autovec_copy(ours, four)
-    any_high, all_low = (four[0] | four[1] | four[2] | four[3]) & 2, four[0] & four[1] & four[2] & four[3] & 1
+    cute.autovec_copy(flags, found)
+    any_high, all_low = found[0] & 2, found[0] & 1
+    for i in cutlass.range_constexpr(1, 8):
+        any_high, all_low = any_high | (found[i] & 2), all_low & found[i]
     if any_high + all_low > 0:
         top = cute.make_rmem_tensor((2,), F32)
         top.fill(0.0)
@@ -389,12 +391,11 @@ def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage:
         highest = cute.arch.fmax(top[0], top[1])
         for off in (1, 2, 4, 8, 16):
             highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=off))
-        tops, found = storage.tops[None, w.part], cute.make_rmem_tensor((4,), F32)
         if lane == 0:
-            tops[w.thread // 32] = highest
+            storage.tops[ours] = highest
         barrier.arrive_and_wait()
-        cute.autovec_copy(tops, found)
-        highest = cute.arch.fmax(cute.arch.fmax(found[0], found[1]), cute.arch.fmax(found[2], found[3]))
+        for i in cutlass.range_constexpr(8):
+            highest = cute.arch.fmax(highest, storage.tops[i])
         move = cute.make_rmem_tensor((2,), F32)
         move.fill(move_inside(highest, w.factor[0]) if is_outside(highest, w.factor[0]) else F32(1.0))
         for a in cutlass.range_constexpr(2):
@@ -404,9 +405,9 @@ def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage:
 
 
 @cute.jit
-def keep_factor(w: cutlass.Constexpr, mFactors: cute.Tensor, record: I32, first: cutlass.Constexpr):
-    if w.thread == 0:
-        mFactors[record, first + w.part] = w.factor[0]
+def keep_factor(w: cutlass.Constexpr, mFactors: cute.Tensor, record: I32, which: cutlass.Constexpr):
+    if w.thread == 0 and w.part == 0:
+        mFactors[record, which] = w.factor[0]
 
 
 # The two directions
@@ -431,7 +432,7 @@ def forward_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass
         fit(w, half, rV, storage, n)
         issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
         hand_state(w, half, storage)
-        keep_factor(w, mFactors, walk.first_record + n * walk.HV, 0)
+        keep_factor(w, mFactors, walk.first_record + n * walk.HV, FACTOR_OF_S)
         weigh_v(w, rV, bv, stage, F16)
         decay_columns(w, S, at_s, stage, 0)
         warpgroup.wait_group(0)
