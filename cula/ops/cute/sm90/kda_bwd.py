@@ -182,6 +182,8 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, c
         mCu=x.cu,
         mA=x.gates.mA,
         mBias=x.gates.mBias,
+        mQ=by_head(x.q),
+        mK=by_head(x.k),
         mGate=by_head(x.gate),
         mDq=of_heads("dq", BF16, made.dq, H),
         mDk=of_heads("dk", BF16, made.dk, H),

@@ -71,10 +71,10 @@ from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
     ChunkMmas,
     Gate,
     Strip,
-    columns_pass,
+    blocks_pass,
     dot_states,
+    last_pass,
     park_columns,
-    rows_pass,
 )
 
 THREADS = 256
@@ -112,6 +112,8 @@ class ChunkMemory(NamedTuple):
     mCu: Any  # [N + 1]
     mA: Any  # [HV]
     mBias: Any  # [HV, 128]
+    mQ: Any  # [T, 128, H]
+    mK: Any
     mGate: Any  # [T, 128, HV]
     mDq: Any  # [T, 128, H]
     mDk: Any
@@ -326,13 +328,14 @@ def store_dv(smem: cutlass.Constexpr, mDv: cute.Tensor, back: F32, tid: I32, lef
 
 @cute.jit
 def store_through_norm(
-    smem: cutlass.Constexpr, side: cutlass.Constexpr, m: cute.Tensor, back: F32, tid: I32, left: I32
+    smem: cutlass.Constexpr, side: cutlass.Constexpr, raw: cute.Tensor, m: cute.Tensor, back: F32, tid: I32, left: I32
 ):  # fmt: skip
-    """dq or dk: from the gradient of n = r x, x the row, r (dn - n <n, dn>)."""
-    raw, grad = (smem.k, smem.dk) if cutlass.const_expr(side == KEYS) else (smem.q, smem.dq)
+    """dq or dk: from the gradient of n = r x, x the row, r (dn - n <n, dn>). q and k are read once more."""
+    grad = smem.dk if cutlass.const_expr(side == KEYS) else smem.dq
+    pieces = [read_piece(raw, cutlass.min(16 * p + tid // 16, left - 1), tid) for p in range(4)]
     for p in cutlass.range_constexpr(4):
         row = 16 * p + tid // 16
-        x, dn, r, dot = read_piece(raw, row, tid), read_piece(grad, row, tid), smem.norms[row, side], F32(0.0)
+        x, dn, r, dot = pieces[p], read_piece(grad, row, tid), smem.norms[row, side], F32(0.0)
         for e in cutlass.range_constexpr(8):
             dot += x[e] * dn[e]
         for off in (1, 2, 4, 8):
@@ -366,7 +369,7 @@ def unit_of(top: F32):
 @cute.jit
 def largest_of(acc: cute.Tensor, top: F32):
     for i in cutlass.range_constexpr(cute.size(acc)):
-        top = cute.arch.fmax(top, cute.arch.fmax(acc[i], -acc[i]))
+        top = cute.arch.fmax(top, cute.math.absf(acc[i]))
     return top
 
 
@@ -569,8 +572,9 @@ def backward_chunk(
     norms(Chunk(smem, variant, of_norms, wid >> 2, wid & 3, lane, r, c, left), F32(1.0))
     cute.arch.sync_threads()  # scores are in place, too
     w, sums = cute.make_rmem_tensor((32,), F32), cute.make_rmem_tensor((4,), F32)
-    rows_pass(x, made.aq, made.ak, w, made.h)
-    columns_pass(x, w, made.h, back, sums)
+    to_columns, behind = cute.make_rmem_tensor((32,), F32), [[F32(1.0), F32(1.0)] for _ in range(4)]
+    blocks_pass(x, made.aq, made.ak, w, made.h, to_columns, behind)
+    last_pass(x, w, made.h, to_columns, behind, back, sums)
     if cutlass.const_expr(variant.has_gate):
         for i in cutlass.range_constexpr(4):
             for off in (1, 2):
@@ -579,13 +583,15 @@ def backward_chunk(
                 memory.mShares[place.number, place.hv, i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
     cute.arch.sync_threads()
     back_q = back * scalars.scale
-    if scalars.group == 1:
-        of_head = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mDq, memory.mDk)]
-        store_through_norm(smem, QUERIES, of_head[0], back_q, tid, left)
-        store_through_norm(smem, KEYS, of_head[1], back, tid, left)
-    else:
-        of_head = [cute.domain_offset((place.t0, 0), m[None, None, place.hv]) for m in (memory.mShareQ, memory.mShareK)]
-        store_through_norm(smem, QUERIES, of_head[0], back_q, tid, left)
-        store_through_norm(smem, KEYS, of_head[1], back, tid, left)
+    inputs = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mQ, memory.mK)]
+    head = place.h if scalars.group == 1 else place.hv
+    for side, raw, plain, share, by in (
+        (QUERIES, inputs[0], memory.mDq, memory.mShareQ, back_q),
+        (KEYS, inputs[1], memory.mDk, memory.mShareK, back),
+    ):
+        if scalars.group == 1:
+            store_through_norm(smem, side, raw, cute.domain_offset((place.t0, 0), plain[None, None, head]), by, tid, left)
+        else:
+            store_through_norm(smem, side, raw, cute.domain_offset((place.t0, 0), share[None, None, head]), by, tid, left)
     if cutlass.const_expr(variant.g_type is BF16):
         store_dg(smem, gate.mDg, tid, left)

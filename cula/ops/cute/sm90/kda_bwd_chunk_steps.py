@@ -109,6 +109,15 @@ def store_block(x: cute.Tensor, tile_at: I32, m: cutlass.Constexpr, dtype: cutla
 
 
 @cute.jit
+def store_operand(x: cute.Tensor, tile_at: I32, m: cutlass.Constexpr):
+    """The same of what is rounded already."""
+    out = cute.make_rmem_tensor((8,), F16)
+    for e in cutlass.range_constexpr(8):
+        out[e] = x[SWAP[e]]
+    store_matrix(out, tile_at + 2048 * m, True)
+
+
+@cute.jit
 def of_tokens(vector: cute.Tensor, c: I32, m: cutlass.Constexpr):
     """[4]: a vector's values at the tokens 16 m + 2 c + ci + 8 half, by ci + 2 half."""
     out, at = cute.make_rmem_tensor((4,), F32), I32(vector.iterator.toint()) + 8 * c
@@ -154,11 +163,14 @@ def load_gates(x: cutlass.Constexpr, m: cutlass.Constexpr):
 
 
 @cute.jit
-def powers_of(x: cutlass.Constexpr, raw: cute.Tensor):
+def powers_of(x: cutlass.Constexpr, raw: cute.Tensor, is_finite: cutlass.Constexpr):
     """2^(slope x), of which the activation is made."""
     y = cute.make_rmem_tensor((8,), F32)
     for e in cutlass.range_constexpr(8):
-        y[e] = exp2(cutlass.min(x.gate.slope * raw[e], F32(LARGEST_EXPONENT)))
+        exponent = x.gate.slope * raw[e]
+        if cutlass.const_expr(is_finite):
+            exponent = cutlass.min(exponent, F32(LARGEST_EXPONENT))
+        y[e] = exp2(exponent)
     return y
 
 
@@ -299,10 +311,10 @@ def add_rows(x: cutlass.Constexpr, acc: cute.Tensor, a: cute.Tensor, which: cutl
 @cute.jit
 def add_columns(x: cutlass.Constexpr, acc: cute.Tensor, a: cute.Tensor, which: cutlass.Constexpr, row: cutlass.Constexpr,
                 column: cutlass.Constexpr):  # fmt: skip
-    """acc[channel, i] += sum_t a[channel, t] d[t, i]."""
+    """acc[channel, i] += sum_t a[channel, t] d[t, i], of one block."""
     words = cute.recast_tensor(load_matrix(score_at(x, which, row, column), F16, True), I32)
     for half in cutlass.range_constexpr(2):
-        to = corner(acc, 8 * column + 4 * half)
+        to = corner(acc, 4 * half)
         cute.gemm(x.mmas.k16, to, as_a(a), pair_of_words(words, 2 * half, 2 * half + 1), to)
 
 
@@ -389,33 +401,37 @@ def diagonal_words(x: cutlass.Constexpr, m: cutlass.Constexpr):
     ]
 
 
-# The two passes over a chunk's blocks
+# The passes over a chunk's blocks
 
 
 @cute.jit
-def rows_pass(x: cutlass.Constexpr, aq: cute.Tensor, ak: cute.Tensor, w: cute.Tensor, h: cute.Tensor):
-    """Blocks from the first to the last: what rows read, and pairs inside a block.
+def blocks_pass(x: cutlass.Constexpr, aq: cute.Tensor, ak: cute.Tensor, w: cute.Tensor, h: cute.Tensor, to_columns: cute.Tensor,
+                behind: cutlass.Constexpr):  # fmt: skip
+    """Blocks from the first to the last: what rows read, what rows of later blocks write to columns, pairs inside a block.
 
     aq and ak are do S^T and -b dX S^T; a block's are complete when all blocks before it have been added, each time after what was
     there has decayed over that block. Leaves dq, and dk as far as it is known, in their tiles, the shares of the gates'
-    gradients in w [32], and in h [2] what passes the chunk's end; before, that is the sum of S dS over dv.
+    gradients in w [32], in h [2] what passes the chunk's end, which was the sum of S dS over dv, and for the last pass, in the
+    places of k and q, the operand k e^R and the decay e^R; in `to_columns` what rows behind a block add to its columns, and in
+    `behind` the decay over the blocks behind it.
     """
     smem, decayed, passing = x.smem, [F32(1.0), F32(1.0)], [F32(0.0), F32(0.0)]
+    to_columns.fill(0.0)
     for m in cutlass.range_constexpr(4):
         k, q = load_normed(x, smem.k, 0, m), load_normed(x, smem.q, 1, m)
         raw = load_gates(x, m)
-        y = powers_of(x, raw) if cutlass.const_expr(x.variant.has_gate) else raw
-        d = decays_of(x, raw, y, m)
+        d = decays_of(x, raw, powers_of(x, raw, False) if cutlass.const_expr(x.variant.has_gate) else raw, m)
         since, until, E = since_start(x, d), until_end(x, d), whole_of(d)
         dq, dk, w_m = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32), flat(w, 8 * m, 8)
-        ql, kl, kr = widened(times(q, since)), widened(times(k, since)), times(k, until)
-        diagonal = of_tokens(smem.diagonal, x.c, m)
+        ql, kl, kr = times(q, since), times(k, since), times(k, until)
+        store_operand(kr, x.at(smem.k), m)
+        store_block(until, x.at(smem.q), m, F16)
+        diagonal, right, ac, qw, kw = of_tokens(smem.diagonal, x.c, m), widened(kr), read_columns(x, m), widened(ql), widened(kl)
         for e in cutlass.range_constexpr(8):
             of_q, of_k, pair = aq[8 * m + e], ak[8 * m + e], diagonal[e % 2 + 2 * (e // 4)]
-            w_m[e] = ql[e] * of_q + kl[e] * of_k
+            w_m[e] = qw[e] * of_q + kw[e] * of_k
             dq[e] = since[e] * of_q + pair * k[e]
             dk[e] = since[e] * of_k + pair * q[e]
-        right, ac = widened(kr), read_columns(x, m)
         for hi in cutlass.range_constexpr(2):
             passing[hi] = passing[hi] * E[hi]
             decayed[hi] = decayed[hi] * E[hi]
@@ -427,6 +443,14 @@ def rows_pass(x: cutlass.Constexpr, aq: cute.Tensor, ak: cute.Tensor, w: cute.Te
                 for e in cutlass.range_constexpr(8):
                     acc[8 * r + e] = acc[8 * r + e] * E[e // 2 % 2]
                 add_rows(x, acc, kr, which, r, m)
+        for column in cutlass.range_constexpr(m):
+            part = cute.make_rmem_tensor((8,), F32)
+            part.fill(0.0)
+            add_columns(x, part, ql, 0, m, column)
+            add_columns(x, part, kl, 1, m, column)
+            for e in cutlass.range_constexpr(8):
+                to_columns[8 * column + e] = to_columns[8 * column + e] + behind[column][e // 2 % 2] * part[e]
+            behind[column] = [behind[column][hi] * E[hi] for hi in range(2)]
         words = diagonal_words(x, m)
         for s in LEVELS:
             add_level(x, s, d, k, q, words, (dq, dk, w_m))
@@ -437,6 +461,36 @@ def rows_pass(x: cutlass.Constexpr, aq: cute.Tensor, ak: cute.Tensor, w: cute.Te
         for off in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, offset=off)
         h[hi] = h[hi] * decayed[hi] + total
+
+
+@cute.jit
+def last_pass(x: cutlass.Constexpr, w: cute.Tensor, h: cute.Tensor, to_columns: cute.Tensor, behind: cutlass.Constexpr, back: F32,
+              sums: cute.Tensor):  # fmt: skip
+    """Blocks from the last to the first: completes dk in its tile, and the gates' gradients, which are sums over the tokens behind.
+
+    `back` takes the chunk's units to true ones; sums are [2] of dt_bias and [2] of A_log.
+    """
+    smem, sum_behind = x.smem, [h[0], h[1]]
+    sums.fill(0.0)
+    for m in (3, 2, 1, 0):
+        ac, dk, dg = read_columns(x, m), load_block(x.at(smem.dk), m, F16), cute.make_rmem_tensor((8,), F32)
+        right, until = load_block(x.at(smem.k), m, F16), load_block(x.at(smem.q), m, F16)
+        for e in cutlass.range_constexpr(8):
+            column = to_columns[8 * m + e] + behind[m][e // 2 % 2] * ac[e]
+            dk[e] = dk[e] + until[e] * column
+            w[8 * m + e] = w[8 * m + e] - right[e] * column
+        store_block(dk, x.at(smem.dk), m, F16)
+        for half in (1, 0):
+            for hi in cutlass.range_constexpr(2):
+                first, second = w[8 * m + 2 * hi + 4 * half], w[8 * m + 2 * hi + 4 * half + 1]
+                two = first + second
+                next_two = cute.arch.shuffle_sync_bfly(two, offset=1)
+                next_four = cute.arch.shuffle_sync_bfly(two + next_two, offset=2)
+                later = sum_behind[hi] + (F32(0.0) if x.c % 2 == 1 else next_two) + (F32(0.0) if x.c >= 2 else next_four)
+                dg[2 * hi + 4 * half + 1] = later + second
+                dg[2 * hi + 4 * half] = later + two
+                sum_behind[hi] = sum_behind[hi] + two + next_two + next_four
+        finish_gates(x, dg, back, sums, m)
 
 
 @cute.jit
@@ -466,63 +520,24 @@ def column_at(x: Strip, m: int) -> Any:
 
 
 @cute.jit
-def columns_pass(x: cutlass.Constexpr, w: cute.Tensor, h: cute.Tensor, back: F32, sums: cute.Tensor):
-    """Blocks from the last to the first: what columns write, and the gates' gradients, which are sums over the tokens behind.
-
-    Completes dk in its tile, leaves dg in its own; `back` takes the chunk's units to true ones; sums [bias, hi], and of A_log.
-    """
-    smem, sum_behind = x.smem, [h[0], h[1]]
-    ac = cute.make_rmem_tensor((32,), F32)
-    for m in cutlass.range_constexpr(4):
-        flat(ac, 8 * m, 8).store(read_columns(x, m).load())
-    sums.fill(0.0)
-    for m in (3, 2, 1, 0):
-        k, q = load_normed(x, smem.k, 0, m), load_normed(x, smem.q, 1, m)
-        raw = load_gates(x, m)
-        y = powers_of(x, raw) if cutlass.const_expr(x.variant.has_gate) else raw
-        d = decays_of(x, raw, y, m)
-        until, dk, dg = until_end(x, d), load_block(x.at(smem.dk), m, F16), cute.make_rmem_tensor((8,), F32)
-        right = widened(times(k, until))
-        for e in cutlass.range_constexpr(8):
-            dk[e] = dk[e] + until[e] * ac[8 * m + e]
-            w[8 * m + e] = w[8 * m + e] - right[e] * ac[8 * m + e]
-        store_block(dk, x.at(smem.dk), m, F16)
-        for half in (1, 0):
-            for hi in cutlass.range_constexpr(2):
-                first, second = w[8 * m + 2 * hi + 4 * half], w[8 * m + 2 * hi + 4 * half + 1]
-                two = first + second
-                next_two = cute.arch.shuffle_sync_bfly(two, offset=1)
-                next_four = cute.arch.shuffle_sync_bfly(two + next_two, offset=2)
-                behind = sum_behind[hi] + (F32(0.0) if x.c % 2 == 1 else next_two) + (F32(0.0) if x.c >= 2 else next_four)
-                dg[2 * hi + 4 * half + 1] = behind + second
-                dg[2 * hi + 4 * half] = behind + two
-                sum_behind[hi] = sum_behind[hi] + two + next_two + next_four
-        for e in cutlass.range_constexpr(8):
-            dg[e] = dg[e] * back
-        finish_gates(x, raw, y, dg, sums, m)
-        if cutlass.const_expr(m > 0):
-            since, E = since_start(x, d), whole_of(d)
-            ql, kl = times(q, since), times(k, since)
-            for column in cutlass.range_constexpr(m):
-                for e in cutlass.range_constexpr(8):
-                    ac[8 * column + e] = ac[8 * column + e] * E[e // 2 % 2]
-                add_columns(x, ac, ql, 0, m, column)
-                add_columns(x, ac, kl, 1, m, column)
-
-
-@cute.jit
-def finish_gates(
-    x: cutlass.Constexpr, raw: cute.Tensor, y: cute.Tensor, dg: cute.Tensor, sums: cute.Tensor, m: cutlass.Constexpr
-):
+def finish_gates(x: cutlass.Constexpr, dg: cute.Tensor, back: F32, sums: cute.Tensor, m: cutlass.Constexpr):
     """From the gradients of log decays to those of raw gates, which leave; adds to the sums of dt_bias and A_log."""
     if cutlass.const_expr(x.variant.has_gate):
+        raw = load_gates(x, m)
+        y, by = powers_of(x, raw, True), back * (x.gate.lower * x.gate.strength)
         for e in cutlass.range_constexpr(8):
             s = cute.arch.rcp_approx(F32(1.0) + y[e])
-            dg[e] = dg[e] * (x.gate.lower * x.gate.strength) * (s * (y[e] * s))
-            dz = dg[e] if token_of(x, e, m) < x.left else F32(0.0)
+            dg[e] = (dg[e] * by) * (s * (y[e] * s))
+        if x.left < 64:
+            for e in cutlass.range_constexpr(8):
+                dg[e] = dg[e] if token_of(x, e, m) < x.left else F32(0.0)
+        for e in cutlass.range_constexpr(8):
             hi = e // 2 % 2
-            sums[hi] = sums[hi] + dz
-            sums[2 + hi] = sums[2 + hi] + dz * raw[e]
+            sums[hi] = sums[hi] + dg[e]
+            sums[2 + hi] = sums[2 + hi] + dg[e] * raw[e]
+    else:
+        for e in cutlass.range_constexpr(8):
+            dg[e] = dg[e] * back
     if cutlass.const_expr(x.variant.g_type is BF16):
         store_block(dg, x.at(x.smem.g), m, BF16)
     else:
