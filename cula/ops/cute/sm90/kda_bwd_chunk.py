@@ -68,6 +68,7 @@ from cula.ops.cute.common.varlen_index import find_sequence
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
 from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
+    BLOCKS,
     ChunkMmas,
     Gate,
     Strip,
@@ -572,7 +573,7 @@ def backward_chunk(
     norms(Chunk(smem, variant, of_norms, wid >> 2, wid & 3, lane, r, c, left), F32(1.0))
     cute.arch.sync_threads()  # scores are in place, too
     w, sums = cute.make_rmem_tensor((32,), F32), cute.make_rmem_tensor((4,), F32)
-    to_columns, behind = cute.make_rmem_tensor((32,), F32), [[F32(1.0), F32(1.0)] for _ in range(4)]
+    to_columns, behind = cute.make_rmem_tensor((32,), F32), [[F32(1.0), F32(1.0)] for _ in range(BLOCKS)]
     blocks_pass(x, made.aq, made.ak, w, made.h, to_columns, behind)
     last_pass(x, w, made.h, to_columns, behind, back, sums)
     if cutlass.const_expr(variant.has_gate):
