@@ -76,11 +76,13 @@ from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
     dot_states,
     last_pass,
     park_columns,
+    scale_parked,
 )
 
 THREADS = 256
 DO, U, DX = 0, 1, 2  # tiles of tokens
 TINY, HUGE = 1e-30, 1e30
+ROOM = 1024.0  # how much larger than the chunk's unit fp16 may hold gradients of q and k
 
 
 class Full(enum.IntEnum):
@@ -306,19 +308,20 @@ def write_piece(x: cute.Tensor, t: cute.Tensor, row: I32, tid: I32):
 @cute.jit
 def scale_do(smem: cutlass.Constexpr, factor: F32, tid: I32, left: I32):
     """do as fp16, in the gradients' scale; zeros past the end, where it is the next sequence's."""
-    for p in cutlass.range_constexpr(4):
+    for p in cutlass.range(4, unroll=2):
         row = 16 * p + tid // 16
         x = read_piece(smem.raw_do, row, tid)
-        by = factor if row < left else F32(0.0)
         for e in cutlass.range_constexpr(8):
-            x[e] = x[e] * by if row < left else F32(0.0)
+            x[e] = x[e] * factor
+        if row >= left:
+            x.fill(0.0)
         write_piece(x, smem.tokens[None, None, DO], row, tid)
 
 
 @cute.jit
 def store_dv(smem: cutlass.Constexpr, mDv: cute.Tensor, back: F32, tid: I32, left: I32):
     """dv = b dX; mDv begins with the chunk. What is kept of dX is -dX."""
-    for p in cutlass.range_constexpr(4):
+    for p in cutlass.range(4, unroll=2):
         row = 16 * p + tid // 16
         x, by = read_piece(smem.tokens[None, None, DX], row, tid), -back * smem.beta[row]
         for e in cutlass.range_constexpr(8):
@@ -327,31 +330,44 @@ def store_dv(smem: cutlass.Constexpr, mDv: cute.Tensor, back: F32, tid: I32, lef
             write_piece(x, mDv, row, tid)
 
 
+class RowsOut(NamedTuple):
+    """Where dq or dk of a chunk goes, and what it is made from."""
+
+    grad: Any  # [64, 128], in shared memory
+    raw: Any  # q or k
+    inverse: Any  # [64], norms
+    plain: Any  # in bfloat16, where a value head has keys of its own
+    share: Any  # in float32, where it shares them
+    back: Any  # from the chunk's units to true ones
+
+
 @cute.jit
-def store_through_norm(
-    smem: cutlass.Constexpr, side: cutlass.Constexpr, raw: cute.Tensor, m: cute.Tensor, back: F32, tid: I32, left: I32
-):  # fmt: skip
-    """dq or dk: from the gradient of n = r x, x the row, r (dn - n <n, dn>). q and k are read once more."""
-    grad = smem.dk if cutlass.const_expr(side == KEYS) else smem.dq
-    pieces = [read_piece(raw, cutlass.min(16 * p + tid // 16, left - 1), tid) for p in range(4)]
-    for p in cutlass.range_constexpr(4):
-        row = 16 * p + tid // 16
-        x, dn, r, dot = pieces[p], read_piece(grad, row, tid), smem.norms[row, side], F32(0.0)
+def store_through_norm(out: cutlass.Constexpr, group: I32, tid: I32, left: I32):
+    """From the gradient of n = r x, x the row: r (dn - n <n, dn>). q and k are read once more, one step ahead."""
+    first, x = tid // 16, cute.make_rmem_tensor((8,), F32)
+    x.store(read_piece(out.raw, cutlass.min(first, left - 1), tid).load())
+    for p in cutlass.range(4, unroll=1):
+        row = 16 * p + first
+        ahead = read_piece(out.raw, cutlass.min(row + 16, left - 1), tid)
+        dn, r, dot = read_piece(out.grad, row, tid), out.inverse[row], F32(0.0)
         for e in cutlass.range_constexpr(8):
             dot += x[e] * dn[e]
         for off in (1, 2, 4, 8):
             dot += cute.arch.shuffle_sync_bfly(dot, offset=off)
-        by = r * back
-        along = dot * r * r
+        by, along = r * out.back, dot * r * r
         for e in cutlass.range_constexpr(8):
             dn[e] = by * (dn[e] - x[e] * along)
         if row < left:
-            write_piece(dn, m, row, tid)
+            if group == 1:
+                write_piece(dn, out.plain, row, tid)
+            else:
+                write_piece(dn, out.share, row, tid)
+        x.store(ahead.load())
 
 
 @cute.jit
 def store_dg(smem: cutlass.Constexpr, mDg: cute.Tensor, tid: I32, left: I32):
-    for p in cutlass.range_constexpr(4):
+    for p in cutlass.range(4, unroll=4):
         row = 16 * p + tid // 16
         if row < left:
             cute.autovec_copy(piece(smem.g, row, tid), piece(mDg, row, tid))
@@ -414,6 +430,22 @@ def place_square(square: cute.Tensor, unit: F32, to: cute.Tensor, mma: cute.Tile
 
 
 @cute.jit
+def scale_placed(x: cutlass.Constexpr, by: F32, square: cute.Tensor, mma: cute.TiledMma, thread: I32):
+    """What our thread has placed in shared memory, in other units."""
+    scale_parked(x, by)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), F16), mma).get_slice(thread)
+    back = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), F16), mma).get_slice(thread)
+    half = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((64, 64)), F16)
+    cute.copy(back, back.partition_S(square), back.retile(half))
+    half.store((half.load().to(F32) * by).to(F16))
+    cute.copy(copy, copy.retile(half), copy.partition_D(square))
+    diagonal, at = x.smem.diagonal, 16 * x.wid + x.r
+    if x.wid < 4 and x.c == x.r // 2:
+        for i in cutlass.range_constexpr(2):
+            diagonal[at + 8 * i] = diagonal[at + 8 * i] * by
+
+
+@cute.jit
 def store_dbeta(memory: cutlass.Constexpr, scalars: cutlass.Constexpr, t: I32, hv: I32, b_db: F32, b: F32):
     """From b db; where beta is raw nothing is divided by b."""
     db = b_db * (F32(1.0) - b * cute.arch.rcp_approx(scalars.beta_top))
@@ -445,7 +477,6 @@ class Products(NamedTuple):
     ak: Any
     h: Any  # [2]
     unit: Any
-    parked: Any
 
 
 @cute.jit
@@ -479,15 +510,7 @@ def multiply(
     cute.arch.mbarrier_wait(smem.full + Full.S, 0)
     h = dot_states(x, smem.S, smem.dS)
     warpgroup.wait_group(0)
-    issue(wgmmas.states, aq, aS, bTokens[None, None, None, DO], False)
-    issue(wgmmas.states, ak, aS, bTokens[None, None, None, DX], False)
-    top_c = largest_of(ac, F32(0.0))
-    post_largest(top_c, smem.tops[None, 0], wid, lane)
-    cute.arch.sync_threads()  # dS has been read
-    unit_c = unit_of(find_largest(smem.tops[None, 0]))
-    park_columns(x, ac, unit_c)
-    diagonal, row = diagonal_of(square, wid & 3, x.r), 16 * (wid & 3) + x.r
-    b = cute.make_rmem_tensor((2,), F32)
+    diagonal, row, b = diagonal_of(square, wid & 3, x.r), 16 * (wid & 3) + x.r, cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         b[i] = smem.beta[row + 8 * i]
     if wg == 1:
@@ -496,30 +519,39 @@ def multiply(
         for i in cutlass.range_constexpr(2):
             if x.c == x.r // 2 and row + 8 * i < left:
                 store_dbeta(memory, scalars, place.t0 + row + 8 * i, place.hv, -diagonal[i] * back, b[i])
-    top = largest_of(square, cute.arch.fmax(top_c, F32(0.0)))
+    post_largest(largest_of(square, largest_of(ac, F32(0.0))), smem.tops[None, 0], wid, lane)
+    cute.arch.sync_threads()  # dS and U have been read
+    unit = unit_of(find_largest(smem.tops[None, 0]))
+    park_columns(x, ac, unit)
+    place_square(square, unit, smem.scores[None, None, wg], wgmmas.tokens, thread)
+    if wg == 0 and x.c == x.r // 2:
+        for i in cutlass.range_constexpr(2):
+            smem.diagonal[row + 8 * i] = diagonal[i] * unit
+
+    issue(wgmmas.states, aq, aS, bTokens[None, None, None, DO], False)
+    issue(wgmmas.states, ak, aS, bTokens[None, None, None, DX], False)
     strengths = cute.make_rmem_tensor((16,), F32)
     for n in cutlass.range_constexpr(16):
         strengths[n] = smem.beta[8 * (n // 2) + 2 * x.c + n % 2]
     warpgroup.wait_group(0)
     for n in cutlass.range_constexpr(32):
         ak[n] = ak[n] * strengths[n % 2 + 2 * (n // 4)]
-    top = largest_of(ak, largest_of(aq, top))
-    post_largest(top, smem.tops[None, 1], wid, lane)
+    post_largest(largest_of(ak, largest_of(aq, F32(0.0))), smem.tops[None, 1], wid, lane)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_threads()  # all but what is parked has been read
+    cute.arch.sync_threads()  # all but what was placed here has been read
     if wid == 0:
         load_inputs(tma, smem, place, variant)
-    unit = unit_of(find_largest(smem.tops[None, 1]))
-    place_square(square, unit, smem.scores[None, None, wg], wgmmas.tokens, thread)
-    if wg == 0 and x.c == x.r // 2:
-        for i in cutlass.range_constexpr(2):
-            smem.diagonal[row + 8 * i] = diagonal[i] * unit
+    most = find_largest(smem.tops[None, 1]) * unit
+    if most > F32(ROOM):  # rows through the state are that much larger than all else
+        by = unit_of(most)
+        unit = unit * by
+        scale_placed(x, by, smem.scores[None, None, wg], wgmmas.tokens, thread)
     for n in cutlass.range_constexpr(32):
         aq[n] = aq[n] * unit
         ak[n] = ak[n] * unit
     for hi in cutlass.range_constexpr(2):
         h[hi] = h[hi] * unit
-    return Products(aq, ak, h, unit, unit * inverse_of(unit_c))
+    return Products(aq, ak, h, unit)
 
 
 @cute.jit
@@ -562,7 +594,6 @@ def backward_chunk(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     made = multiply(x, tma, memory, scalars, place, wgmmas, inverse_of(factor_d), back)
-    x = x._replace(parked=made.parked)
     back = back * inverse_of(made.unit)
 
     cute.arch.mbarrier_wait(smem.full + Full.INPUTS, 0)
@@ -583,16 +614,11 @@ def backward_chunk(
             if c == 0:
                 memory.mShares[place.number, place.hv, i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
     cute.arch.sync_threads()
-    back_q = back * scalars.scale
-    inputs = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mQ, memory.mK)]
-    head = place.h if scalars.group == 1 else place.hv
-    for side, raw, plain, share, by in (
-        (QUERIES, inputs[0], memory.mDq, memory.mShareQ, back_q),
-        (KEYS, inputs[1], memory.mDk, memory.mShareK, back),
+    for side, grad, raw, plain, share, by in (
+        (QUERIES, smem.dq, memory.mQ, memory.mDq, memory.mShareQ, back * scalars.scale),
+        (KEYS, smem.dk, memory.mK, memory.mDk, memory.mShareK, back),
     ):
-        if scalars.group == 1:
-            store_through_norm(smem, side, raw, cute.domain_offset((place.t0, 0), plain[None, None, head]), by, tid, left)
-        else:
-            store_through_norm(smem, side, raw, cute.domain_offset((place.t0, 0), share[None, None, head]), by, tid, left)
+        ours = [cute.domain_offset((place.t0, 0), m[None, None, head]) for m, head in ((raw, place.h), (plain, place.h), (share, place.hv))]
+        store_through_norm(RowsOut(grad, ours[0], smem.norms[None, side], *ours[1:], by), scalars.group, tid, left)
     if cutlass.const_expr(variant.g_type is BF16):
         store_dg(smem, gate.mDg, tid, left)

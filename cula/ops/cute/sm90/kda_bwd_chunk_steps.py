@@ -57,7 +57,6 @@ class Strip(NamedTuple):
     left: Any  # tokens
     scale: Any
     gate: Any  # `Gate`
-    parked: Any = None  # takes what is parked to the chunk's units
 
     def at(self, tile: Any) -> Any:
         """The address of our channels in a 16-bit tile [64, 128], for the first two blocks of tokens; see `lane_address`."""
@@ -466,13 +465,19 @@ def park_columns(x: cutlass.Constexpr, ac: cute.Tensor, unit: F32):
 
 @cute.jit
 def read_columns(x: cutlass.Constexpr, n: cutlass.Constexpr):
-    """They come back, in the chunk's units."""
+    """They come back."""
     raw, out = cute.make_rmem_tensor((4,), F16), cute.make_rmem_tensor((4,), F32)
     cute.autovec_copy(shared_at(column_at(x, n), F16, 4, 8), cute.make_tensor(raw.iterator, cute.make_layout((4, 1))))
     out.store(raw.load().to(F32))
-    for e in cutlass.range_constexpr(4):
-        out[e] = out[e] * x.parked
     return out
+
+
+@cute.jit
+def scale_parked(x: cutlass.Constexpr, by: F32):
+    wide = cute.make_rmem_tensor((32,), F32)
+    for n in cutlass.range_constexpr(BLOCKS):
+        flat(wide, 4 * n, 4).store(read_columns(x, n).load())
+    park_columns(x, wide, by)
 
 
 @cute.jit
