@@ -115,7 +115,7 @@ def load_block(at: I32, n: cutlass.Constexpr, dtype: cutlass.Constexpr):
 def store_block(x: cute.Tensor, at: I32, n: cutlass.Constexpr, dtype: cutlass.Constexpr):
     """The other way."""
     out = cute.make_rmem_tensor((4,), dtype)
-    out.store(x.load().to(dtype))
+    out.store(x.load() if cutlass.const_expr(x.element_type is dtype) else x.load().to(dtype))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 2), dtype)
     cute.copy(atom, cute.make_tensor(out.iterator, cute.make_layout((4, 1))), shared_at(at + ROWS * n, dtype, 4, 16))
 
@@ -252,12 +252,18 @@ def of_level(x: cutlass.Constexpr, d: cutlass.Constexpr, s: cutlass.Constexpr):
 
 
 @cute.jit
+def halves(a: cute.Tensor):
+    """Rounded to fp16, of which operands are made."""
+    out = cute.make_rmem_tensor((4,), F16)
+    out.store(a.load().to(F16))
+    return out
+
+
+@cute.jit
 def times(a: cute.Tensor, b: cute.Tensor):
-    """As an operand."""
-    wide, out = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F16)
-    for e in cutlass.range_constexpr(4):
-        wide[e] = a[e] * b[e]
-    out.store(wide.load().to(F16))
+    """An operand, from its two factors in fp16: two values by one instruction."""
+    out = cute.make_rmem_tensor((4,), F16)
+    out.store(a.load() * b.load())
     return out
 
 
@@ -329,14 +335,15 @@ def add_level(
     words: cutlass.Constexpr,
     grads: cutlass.Constexpr,
 ):
-    """Pairs of a level: adds to dq, dk and w of the block, which are `grads`.
+    """Pairs of a level: adds to dq, dk and w of the block, which are `grads`. k and q are fp16.
 
     `words` are the block's dP and dA, as they lie and turned round. Where a token is no row of the level, its row's sum is zero,
     and likewise for columns, so that dk takes both from one sum.
     """
     (dP, dA, dP_t, dA_t), (dq, dk, w) = words, grads
     f = of_level(x, d, s)
-    ke, qe, (plain, turned) = times(k, f), times(q, f), level_masks(x, s)
+    f16 = halves(f)
+    ke, qe, (plain, turned) = times(k, f16), times(q, f16), level_masks(x, s)
     of_q, of_k = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     of_q.fill(0.0)
     of_k.fill(0.0)
@@ -405,14 +412,15 @@ def blocks_pass(
         k, q, d = load_normed(x, smem.k, 0, n), load_normed(x, smem.q, 1, n), decays_of(x, n)
         since, until, E = since_start(x, d), until_end(x, d), [d.whole(hi) for hi in range(2)]
         dq, dk, w_n = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32), flat(w, 4 * n, 4)
-        kr, ac, pair = times(k, until), read_columns(x, n), of_tokens(smem.diagonal, x.c, n)
+        k16, q16, since16, until16 = [halves(t) for t in (k, q, since, until)]
+        kr, ac, pair = times(k16, until16), read_columns(x, n), of_tokens(smem.diagonal, x.c, n)
         store_block(kr, x.at_one(smem.k), n, F16)
-        store_block(until, x.at_one(smem.q), n, F16)
+        store_block(until16, x.at_one(smem.q), n, F16)
         right = widened(kr)
         for hi in cutlass.range_constexpr(2):
             decayed[hi] = decayed[hi] * E[hi]
             passing[hi] = passing[hi] * E[hi] + right[2 * hi] * ac[2 * hi] + right[2 * hi + 1] * ac[2 * hi + 1]
-        ql, kl = times(q, since), times(k, since)
+        ql, kl = times(q16, since16), times(k16, since16)
         qw, kw = widened(ql), widened(kl)
         for e in cutlass.range_constexpr(4):
             of_q, of_k = aq[4 * n + e], ak[4 * n + e]
@@ -436,7 +444,7 @@ def blocks_pass(
             behind[c] = [behind[c][hi] * E[hi] for hi in range(2)]
         words = of_p[n], of_a[n], p_row[n], a_row[n]
         for s in (4, 2):
-            add_level(x, s, d, k, q, words, (dq, dk, w_n))
+            add_level(x, s, d, k16, q16, words, (dq, dk, w_n))
         add_neighbours(x, d, k, q, words, (dq, dk, w_n))
         store_block(dq, x.at_one(smem.dq), n, F16)
         store_block(dk, x.at_one(smem.dk), n, F16)
@@ -546,10 +554,11 @@ def finish_gates(x: cutlass.Constexpr, dg: cute.Tensor, back: F32, sums: cute.Te
     if cutlass.const_expr(x.variant.g_type is BF16):
         store_two(dg, x.at(x.smem.g), m, BF16)
     else:
+        mDg = x.gate.mDg
         for e in cutlass.range_constexpr(8):
-            token = token_of(x, e, 2 * m + e // 4)
+            token, channel = token_of(x, e, 2 * m + e // 4), channel_of(x, e)
             if token < x.left:
-                x.gate.mDg[token, channel_of(x, e)] = dg[e]
+                mDg[token, channel] = dg[e]
 
 
 @cute.jit
