@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KDA backward on the CuTe kernels: what they serve, and their launch.
 
-`sm90/kda_bwd.py` launches three kernels, and `kda_bwd_abi.py` describes what they are given. The forward keeps nothing for them but
-its inputs.
+`sm90/kda_bwd.py` launches three kernels, and `kda_bwd_abi.py` describes what they are given. The forward keeps nothing for them
+but its inputs.
 """
 
 from __future__ import annotations

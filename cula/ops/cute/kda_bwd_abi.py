@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses from host to kernel for the KDA backward: the arguments of its host function, and the workspace between its kernels.
+"""What crosses from host to kernel for the KDA backward: the arguments of its host function, the workspace between its kernels.
 
 Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; these come besides:
 

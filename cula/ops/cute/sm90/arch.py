@@ -14,11 +14,7 @@ HOPPER = Arch(
         "lightning": ("sm90.lightning",),
         "decode": ("sm90.decode",),
     },
-<<<<<<< HEAD
-    serves=("kda", "gdn", "lightning", "decode"),
-=======
-    serves=("kda", "kda_bwd", "lightning", "decode"),
->>>>>>> 863e561 (KDA backward: host code and dispatch)
+    serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     has_run=True,
     kda=KdaTraits(

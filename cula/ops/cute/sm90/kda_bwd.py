@@ -85,8 +85,10 @@ def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
 
 
 @cute.jit
-def launch_walks(work: cutlass.Constexpr, x: cutlass.Constexpr, dh0: cute.Tensor, sizes: cutlass.Constexpr, N: I32, stream):
-    """Both recurrences, a block for each direction, head and sequence."""
+def launch_walks(
+    work: cutlass.Constexpr, x: cutlass.Constexpr, ends: cutlass.Constexpr, sizes: cutlass.Constexpr, N: I32, stream
+):
+    """Both recurrences, a block for each direction, head and sequence; `ends` are h0, dht and dh0."""
     lw, lv = tile_layout(64, 128, STAGES, F16), tile_layout(64, 128, STAGES)
     lq, state, tokens = tile_layout(32, 32, 4 * STAGES, F16), tile_layout(64, 128, 2, F16), tile_layout(64, 64, 2, F16)
     tma = WalkTma(
@@ -102,7 +104,7 @@ def launch_walks(work: cutlass.Constexpr, x: cutlass.Constexpr, dh0: cute.Tensor
         dX=tma_store(work.dX, tokens, (64, 64)),
     )
     walks_kernel(
-        tma, WalkMemory(x.h0, x.ht, dh0, work.factors, x.cu), sizes, recurrence_mmas(F16), lw, lv
+        tma, WalkMemory(*ends, work.factors, x.cu), sizes, recurrence_mmas(F16), lw, lv
     ).launch(
         grid=(2 * sizes.HV, N, 1),
         block=(WALK_THREADS, 1, 1),
@@ -285,7 +287,7 @@ def backward_host(
     """The arguments of `kda_bwd_abi.BACKWARD`."""
     x = operands(
         kda_abi.SPLIT,
-        (q, k, v, g, beta, A_log, dt_bias, do, h0, dht, cu),
+        (q, k, v, g, beta, A_log, dt_bias, do, cu),
         ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
         (T, N, H, HV),
         variant,
@@ -294,8 +296,10 @@ def backward_host(
     scalars = IntraScalars(scale, lower, beta_top, beta_bits)
     grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
     launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
-    of_dh0 = cute.make_tensor(at_address(F32, dh0, 16), x.h0.layout)
-    launch_walks(work, x, of_dh0, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
+    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
     memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta, shares), T, H, HV, chunks, variant.g_type)
     of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
     launch_chunks(work, x, memory, of_chunks, grid, stream, variant)

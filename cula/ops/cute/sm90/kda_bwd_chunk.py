@@ -2,29 +2,33 @@
 """KDA backward on Hopper, inside a chunk: every gradient that the recurrences do not make, a block for each chunk and value head.
 
 With S before the chunk and dS after it, both [dk, dv], U and dX of the chunk (`kda_bwd_recurrence.py`), log decays summed inside
-blocks of 16 tokens (L from the start of a block to a token, R from behind it to the end, E over all of it):
+blocks of 8 tokens (L from the start of a block to a token, R from behind it to the end, E the decay over all of it):
 
     1          dv = b dX           dP = lower(do U^T)      XU = dX U^T,  dA = -b strict_lower(XU),  b db = diag(XU)
-    2 rows     aq = do S^T,  ak = -b dX S^T;  for the blocks c before block r:   aq = E_c aq + dP[r, c] (k e^R)_c,  ak likewise with dA
-    3 columns  ac = U dS^T;                   for the blocks r behind block c:   ac = E_r ac + dP[r, c]^T (q e^L)_r + dA[r, c]^T (k e^L)_r
-    4 pairs    i < t of one block, in four levels (`kda_bwd_chunk_steps.py`)
+    2 rows     aq = do S^T,  ak = -b dX S^T;  for the blocks c before block r:
+                   aq = E_c aq + dP[r, c] (k e^R)_c            ak = E_c ak + dA[r, c] (k e^R)_c
+    3 columns  ac = U dS^T;                   for the blocks r behind block c:
+                   ac = E_r ac + dP[r, c]^T (q e^L)_r + dA[r, c]^T (k e^L)_r
+    4 pairs    i < t of one block, in three levels (`kda_bwd_chunk_steps.py`)
     5          dq = e^L aq + pairs + dP_tt k         dk = e^L ak + e^R ac + pairs + dP_tt q
-    6          dg_s = sum_dv S1 dS + sum_{t >= s} w_t,   w = (q e^L) aq + (k e^L) ak - (k e^R) ac + the same of pairs, S1 after the chunk
+    6          dg_s = sum_dv S1 dS + sum_{t >= s} w_t,  S1 after the chunk
+                   w = (q e^L) aq + (k e^L) ak - (k e^R) ac, and the same of pairs
     7          through the gate's activation and the norms
 
-b db is the diagonal alone: the terms of v, of the state and of the scores cancel, as A U = X - U. In 6 the pairs behind s are added
-and taken away again, which is exact up to float32 because both times a pair is made from the same rounded operands.
+b db is the diagonal alone: the terms of v, of the state and of the scores cancel, as A U = X - U. In 6 the pairs behind s are
+added and taken away again, which is exact up to float32 because both times a pair is made from the same rounded operands.
 
-Transposed: channels are rows. Warp j owns channels 16 j .. 16 j + 15 and all 64 tokens. The accumulators of `S do^T`, `S dX^T` and
+Transposed: channels are rows. Warp j owns channels 16 j .. 16 j + 15 and all 64 tokens. Accumulators of `S do^T`, `S dX^T` and
 `dS U^T`, wgmma's, are fragments of mma.sync with a warp's sixteen channels, so that 2 and 3 go on in them; operands such as k e^R
 are made in the registers that they are read from. Only dP and dA are shared.
 
 Units. S and U, dS and dX come scaled by powers of two. All sums have the scale of a state times that of a gradient; one power of
-two more takes the largest of the chunk to between 1 and 2, so that fp16 holds operands and results, whatever the size of do.
+two more takes the largest of dP, dA and U dS^T to between 1 and 2, so that fp16 holds operands and results, whatever the size of
+do.
 
 | shared memory                                | bytes |
 |----------------------------------------------|-------|
-| S; then k and q                              | 32 K  |
+| S; then k and q; then k e^R and e^R          | 32 K  |
 | dS; then U dS^T, and dk on its way           | 32 K  |
 | do; then g, and dg in its place              | 16 K  |
 | U; then dP and dA                            | 16 K  |
@@ -458,7 +462,9 @@ def store_dbeta(memory: cutlass.Constexpr, scalars: cutlass.Constexpr, t: I32, h
 
 
 @cute.jit
-def gate_of(memory: cutlass.Constexpr, scalars: cutlass.Constexpr, place: cutlass.Constexpr, channel: I32, variant: cutlass.Constexpr):
+def gate_of(
+    memory: cutlass.Constexpr, scalars: cutlass.Constexpr, place: cutlass.Constexpr, channel: I32, variant: cutlass.Constexpr
+):
     bias = cute.make_rmem_tensor((2,), F32)
     slope, strength, unit = F32(0.0), F32(0.0), F32(0.0)
     if cutlass.const_expr(variant.has_gate):
@@ -618,7 +624,10 @@ def backward_chunk(
         (QUERIES, smem.dq, memory.mQ, memory.mDq, memory.mShareQ, back * scalars.scale),
         (KEYS, smem.dk, memory.mK, memory.mDk, memory.mShareK, back),
     ):
-        ours = [cute.domain_offset((place.t0, 0), m[None, None, head]) for m, head in ((raw, place.h), (plain, place.h), (share, place.hv))]
+        ours = [
+            cute.domain_offset((place.t0, 0), m[None, None, head])
+            for m, head in ((raw, place.h), (plain, place.h), (share, place.hv))
+        ]
         store_through_norm(RowsOut(grad, ours[0], smem.norms[None, side], *ours[1:], by), scalars.group, tid, left)
     if cutlass.const_expr(variant.g_type is BF16):
         store_dg(smem, gate.mDg, tid, left)

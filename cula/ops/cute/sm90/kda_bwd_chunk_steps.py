@@ -123,7 +123,11 @@ def store_block(x: cute.Tensor, at: I32, n: cutlass.Constexpr, dtype: cutlass.Co
 @cute.jit
 def load_two(at: I32, m: cutlass.Constexpr, dtype: cutlass.Constexpr):
     """Two blocks at once, from `Strip.at`: [8], the second behind the first."""
-    raw, out, wide = load_matrix(at + 2 * ROWS * m, dtype, True), cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
+    raw, out, wide = (
+        load_matrix(at + 2 * ROWS * m, dtype, True),
+        cute.make_rmem_tensor((8,), F32),
+        cute.make_rmem_tensor((8,), F32),
+    )
     if cutlass.const_expr(dtype is BF16):
         widen(raw, wide)
     else:
@@ -506,7 +510,11 @@ def last_pass(
     smem, sum_behind = x.smem, [h[0], h[1]]
     sums.fill(0.0)
     for m in (3, 2, 1, 0):
-        ac, dk, dg = [read_columns(x, 2 * m + i) for i in range(2)], load_two(x.at(smem.dk), m, F16), cute.make_rmem_tensor((8,), F32)
+        ac, dk, dg = (
+            [read_columns(x, 2 * m + i) for i in range(2)],
+            load_two(x.at(smem.dk), m, F16),
+            cute.make_rmem_tensor((8,), F32),
+        )
         right, until = load_two(x.at(smem.k), m, F16), load_two(x.at(smem.q), m, F16)
         for e in cutlass.range_constexpr(8):
             column = to_columns[8 * m + e] + behind[2 * m + e // 4][e // 2 % 2] * ac[e // 4][e % 4]
