@@ -85,6 +85,7 @@ from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
 
 THREADS = 256
 DO, U, DX = 0, 1, 2  # tiles of tokens
+AHEAD = 264  # blocks that a GPU has at once: two on each of 132 SMs
 TINY, HUGE = 1e-30, 1e30
 ROOM = 1024.0  # how much larger than the chunk's unit fp16 may hold gradients of q and k
 
@@ -260,9 +261,34 @@ def load_records(loads: Any, full: Any) -> None:
         cute.copy(tma.atom, g_part, s_part, tma_bar_ptr=full + which)
 
 
+def prefetch_tiles(tiles: Any) -> None:
+    """Tiles, each (tensor, tile in shared memory that it would go to, tile in memory), to the L2 cache."""
+    for tma, s, at in tiles:
+        cute.prefetch(tma.atom, tma_split(tma.atom, s, at)[1])
+
+
 @cute.jit
-def load_first(tma: cutlass.Constexpr, smem: cutlass.Constexpr, place: cutlass.Constexpr, wid: I32):
-    """What the recurrences left, and do, on their way."""
+def prefetch_later(tma: cutlass.Constexpr, smem: cutlass.Constexpr, record: I32, records: I32):
+    """What the recurrences left for the block that will come when this one, or one like it, is done. All blocks begin alike, and
+    share the memory fairly: without this all would load, and then all compute."""
+    if record + AHEAD < records:
+        of_tokens, later = smem.tokens[None, None, U], record + AHEAD
+        prefetch_tiles(
+            [
+                (of, s, cute.local_tile(of.coordinates, shape, (later, 0)))
+                for of, s, shape in (
+                    (tma.U, of_tokens, (64, 128)),
+                    (tma.dX, of_tokens, (64, 128)),
+                    (tma.dS, smem.dS, (128, 128)),
+                    (tma.S, smem.S, (128, 128)),
+                )
+            ]
+        )
+
+
+@cute.jit
+def load_first(tma: cutlass.Constexpr, smem: cutlass.Constexpr, place: cutlass.Constexpr, wid: I32, variant: cutlass.Constexpr):
+    """What the recurrences left, and do, on their way; what comes later, to the L2 cache."""
     if wid == 0:
         with cute.arch.elect_one():
             for which in Full:
@@ -283,6 +309,15 @@ def load_first(tma: cutlass.Constexpr, smem: cutlass.Constexpr, place: cutlass.C
                 (tma.S, smem.S, (128, 128), place.record, Full.S),
             ],
             smem.full,
+        )
+        inputs = [(tma.k, smem.k, place.h), (tma.q, smem.q, place.h)]
+        if cutlass.const_expr(variant.g_type is BF16):
+            inputs = [*inputs, (tma.g, smem.g, place.hv)]
+        prefetch_tiles(
+            [
+                (of, s, cute.local_tile(cute.domain_offset((place.t0, 0), of.coordinates[None, None, head]), (64, 128), (0, 0)))
+                for of, s, head in inputs
+            ]
         )
 
 
@@ -547,6 +582,7 @@ def multiply(
     cute.arch.sync_threads()  # all but what was placed here has been read
     if wid == 0:
         load_inputs(tma, smem, place, variant)
+        prefetch_later(tma, smem, place.record, memory.mVec.shape[0] * memory.mVec.shape[1])
     most = find_largest(smem.tops[None, 1]) * unit
     if most > F32(ROOM):  # rows through the state are that much larger than all else
         by = unit_of(most)
@@ -588,7 +624,7 @@ def backward_chunk(
     wid, lane, left = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx(), place.left
     r, c = lane >> 2, lane & 3
     smem = smem_layout()
-    load_first(tma, smem, place, wid)
+    load_first(tma, smem, place, wid, variant)
     if tid < 64:
         smem.beta[tid] = memory.mVec[place.number, place.hv, BETA + tid]
     factor_s, factor_d = memory.mFactors[place.record, FACTOR_OF_S], memory.mFactors[place.record, FACTOR_OF_DS]
