@@ -68,7 +68,7 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
     of_keys = (p.B, p.T, p.HV if is_shared else p.H, K)
     dq, dk = (new(*of_keys, dtype=torch.float32 if is_shared else p.dtype) for _ in range(2))
     dv, dg = new(p.B, p.T, p.HV, V, dtype=p.dtype), new(p.B, p.T, p.HV, K, dtype=p.g_dtype)
-    dbeta, shares = new(p.B, p.T, p.HV, dtype=p.beta_dtype), new(chunks, p.HV, 2, K)
+    dbeta, dA_log, ddt_bias = new(p.B, p.T, p.HV, dtype=p.beta_dtype), new(p.HV), new(p.HV, K)
     dh0 = None if x.initial_state is None else new(p.N, p.HV, V, K)
     no_A, no_bias = _no_gate(device, p.HV)
     tensors: dict[str, Tensor | None] = {
@@ -84,7 +84,8 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
         "dv": dv,
         "dg": dg,
         "dbeta": dbeta,
-        "shares": shares,
+        "dA_log": dA_log,
+        "ddt_bias": ddt_bias,
         "dh0": dh0,
         "workspace": new(workspace_bytes(chunks * p.HV), dtype=torch.uint8),
     }
@@ -94,9 +95,9 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
     del tensors
     if is_shared:
         dq, dk = (t.view(p.B, p.T, p.H, -1, K).sum(-2).to(p.dtype) for t in (dq, dk))
-    dA_log = None if x.A_log is None else shares[:, :, 1].sum((0, 2))
-    ddt_bias = None if x.dt_bias is None else shares[:, :, 0].sum(0)
-    return KdaGrads(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0)
+    return KdaGrads(
+        dq, dk, dv, dg, dbeta, None if x.A_log is None else dA_log, None if x.dt_bias is None else ddt_bias, dh0
+    )  # fmt: skip
 
 
 def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, chunks: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; t
 | dht, dh0       | [N, HV, 128 (V), 128 (K)], float32: gradients of the last and the first states; there if `has_dht`, `has_dh0` |
 | dq, dk         | [T, H, 128], bf16; where value heads share keys, [T, HV, 128] in float32, a share for each value head      |
 | dv, dg, dbeta  | as v, g and beta, contiguous                                                                               |
-| shares         | [chunks, HV, 2, 128], float32: what each chunk adds to the gradients of dt_bias and, by channels, of A_log |
+| dA_log, ddt_bias | [HV], and [HV, 128], float32; written where gates are activated in the kernel                            |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC
 _GIVEN = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
 )  # fmt: skip
-_MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, shares=16, dh0=16, workspace=64)
+_MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, workspace=64)
 _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in ("token", "head")), "beta_token")
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),
@@ -34,6 +34,7 @@ BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
 
 FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
 FACTORS = 2  # floats of a record
+SHARES = 2 * 128  # floats of a record: what the chunk adds to the gradients of dt_bias and, by channels, of A_log
 
 WORKSPACE = Workspace(
     (
@@ -47,6 +48,7 @@ WORKSPACE = Workspace(
         Section("dS", "records", 2 * STATE),  # after the chunk
         Section("dX", "records", TILE_BYTES),  # negated
         Section("factors", "records", 4 * FACTORS),
+        Section("shares", "records", 4 * SHARES),
     )
 )
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KDA backward on Hopper: one host function, three launches.
+"""The KDA backward on Hopper: one host function, three launches, and a short one.
 
 | kernel                             | a block for each               | makes                                              |
 |------------------------------------|--------------------------------|----------------------------------------------------|
 | `common/kda_intra.py`, unchanged   | chunk, value head              | what the recurrences multiply with                 |
 | `kda_bwd_recurrence.py`            | direction, sequence, value head | S, U; dS, dX, dh0                                 |
-| `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients                                |
+| `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients, those of A_log, dt_bias in shares |
+| `kda_bwd_shares.py`                | value head                     | sums of the shares                                 |
 
 bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
 describes the arguments.
@@ -30,7 +31,7 @@ from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS
+from cula.ops.cute.kda_bwd_abi import FACTORS, SHARES
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain.variants import Variant
 
@@ -39,6 +40,7 @@ from .kda_bwd_chunk import ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, wg
 from .kda_bwd_chunk_steps import chunk_mmas
 from .kda_bwd_recurrence import THREADS as WALK_THREADS
 from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
+from .kda_bwd_shares import launch_shares
 from .kda_recurrence_steps import STAGES, recurrence_mmas
 
 
@@ -56,6 +58,7 @@ class Work(NamedTuple):
     dS: Any
     dX: Any
     factors: Any  # [records, FACTORS]
+    shares: Any  # [chunks, HV, 2, 128]
 
 
 def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
@@ -81,6 +84,7 @@ def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
         dS=rows("dS", F16, STATE // 128, 128),
         dX=rows("dX", F16, 64, 128),
         factors=rows("factors", F32, 1, FACTORS),
+        shares=part("shares", F32, cute.make_layout((chunks, HV, 2, 128), stride=(HV * SHARES, SHARES, 128, 1))),
     )
 
 
@@ -166,10 +170,9 @@ class Gradients(NamedTuple):
     dv: Any
     dg: Any
     dbeta: Any
-    shares: Any
 
 
-def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, chunks: Any, g_type: Any) -> ChunkMemory:
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
     """What threads of the last kernel read and write."""
     align = kda_bwd_abi.BACKWARD.alignment
 
@@ -195,10 +198,7 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, c
         mDg=of_heads("dg", g_type, made.dg, HV),
         mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
         mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
-        mShares=cute.make_tensor(
-            at_address(F32, made.shares, align["shares"]),
-            cute.make_layout((chunks, HV, 2, 128), stride=(HV * 256, 256, 128, 1)),
-        ),
+        mShares=work.shares,
     )
 
 
@@ -253,7 +253,8 @@ def backward_host(
     dv: Int64,
     dg: Int64,
     dbeta: Int64,
-    shares: Int64,
+    dA_log: Int64,
+    ddt_bias: Int64,
     dh0: Int64,
     workspace: Int64,
     q_token: Int64,
@@ -300,9 +301,14 @@ def backward_host(
     states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
     ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
     launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
-    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta, shares), T, H, HV, chunks, variant.g_type)
+    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant.g_type)
     of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
     launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
+    if cutlass.const_expr(variant.has_gate):
+        align = kda_bwd_abi.BACKWARD.alignment
+        mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
+        mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), cute.make_layout((HV, 128), stride=(128, 1)))
+        launch_shares(work.shares, mDa, mDbias, HV, stream)
 
 
 def variants() -> Iterator[Variant]:
