@@ -207,13 +207,13 @@ def walks_kernel(
     number, seq, _ = cute.arch.block_idx()
     direction, hv, length = number & 1, number >> 1, sizes.length
     set_up(storage, tma)
+    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
     begin, tokens = seq * length, length
     if length == 0:
         begin = memory.mCu[seq]
         tokens = memory.mCu[seq + 1] - begin
     first = first_chunk(seq, begin, length) * sizes.HV + hv
     walk = Walk(direction, hv, seq, begin, tokens, (tokens + 63) // 64, first, sizes.HV)
-    cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
 
     if warpgroup_id == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
