@@ -27,6 +27,8 @@ SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
+    if p.gate == "softplus":
+        return "has no backward for a softplus gate: pass lower_bound, or log decays"
     if p.has_scalar_gate:
         return "has no backward for one gate a head"
     if not p.options.use_qk_l2norm_in_kernel:
@@ -38,7 +40,9 @@ def why_not(problem: KdaProblem) -> str | None:
 
 def variant(problem: KdaProblem) -> str:
     """The name of the kernels."""
-    return f"bwd_kda_f16_{'gate' if problem.options.use_gate_in_kernel else 'log'}_{SHORT[problem.g_dtype]}"
+    p = problem
+    log = "safe" if p.options.safe_gate and p.g_dtype is torch.bfloat16 else "log"
+    return f"bwd_kda_f16_{'gate' if p.gate == 'bounded' else log}_{SHORT[p.g_dtype]}"
 
 
 def num_chunks(problem: KdaProblem) -> int:

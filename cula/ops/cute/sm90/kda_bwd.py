@@ -14,7 +14,6 @@ describes the arguments.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,11 +130,11 @@ def launch_intra(
     variant: cutlass.Constexpr,
 ):
     """The intra-chunk kernel of the forward."""
-    lt, lg = tile_layout(64, 128), tile_layout(64, 128, dtype=x.gate.element_type)
+    lt = tile_layout(64, 128)
     tma = IntraTma(
         q=tma_load(by_head(x.q), lt, (64, 128)),
         k=tma_load(by_head(x.k), lt, (64, 128)),
-        g=tma_load(by_head(x.gate), lg, (64, 128)),
+        g=tma_load(by_head(x.gate), lt, (64, 128)),
         tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=F16), (64, 128)),
     )
     intra_kernel(
@@ -149,14 +148,13 @@ def launch_intra(
         group,
         intra_mmas(),
         lt,
-        lg,
         variant,
         False,
     ).launch(
         grid=grid,
         block=(INTRA_THREADS, 1, 1),
         stream=stream,
-        min_blocks_per_mp=HOPPER.kda.intra_blocks if cutlass.const_expr(x.gate.element_type.width == 16) else 2,
+        min_blocks_per_mp=HOPPER.kda.intra_blocks,
         preferred_smem_carveout=100,
         use_pdl=True,
     )
@@ -189,7 +187,7 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g
         mBias=x.gates.mBias,
         mQ=by_head(x.q),
         mK=by_head(x.k),
-        mGate=by_head(x.gate),
+        mGate=by_head(x.gate if g_type is BF16 else x.gates.mGate),
         mDq=of_heads("dq", BF16, made.dq, H),
         mDk=of_heads("dk", BF16, made.dk, H),
         mShareQ=of_heads("dq", F32, made.dq, HV),
@@ -304,7 +302,7 @@ def backward_host(
     memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant.g_type)
     of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
     launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
-    if cutlass.const_expr(variant.has_gate):
+    if cutlass.const_expr(variant.is_raw):
         align = kda_bwd_abi.BACKWARD.alignment
         mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
         mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), cute.make_layout((HV, 128), stride=(128, 1)))
@@ -312,7 +310,7 @@ def backward_host(
 
 
 def variants() -> Iterator[Variant]:
-    for g_type, has_gate in itertools.product((BF16, F32), (True, False)):
-        variant = KdaVariant(F16, g_type, has_gate)
+    for g_type, gate in ((BF16, "gate"), (BF16, "safe"), (BF16, "log"), (F32, "gate"), (F32, "log")):
+        variant = KdaVariant(F16, g_type, gate)
         arguments = fake_arguments(kda_bwd_abi.BACKWARD, backward_host, variant)
         yield Variant(f"bwd_{variant.name}", backward_host, arguments, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))

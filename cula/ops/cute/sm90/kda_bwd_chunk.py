@@ -50,7 +50,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fp16_window import bits_of, from_bits, inverse_of
-from cula.ops.cute.common.gate import bounded_slope, bounded_unit
+from cula.ops.cute.common.gate import bounded_unit, slope_of
 from cula.ops.cute.common.kda_intra import clear_past_end, load_tiles
 from cula.ops.cute.common.kda_intra_steps import KEYS, QUERIES, Chunk, IntraMmas, norms
 from cula.ops.cute.common.tiles import (
@@ -250,7 +250,7 @@ def chunk_kernel(
             hv, hv // scalars.group, number, number * memory.mVec.shape[1] + hv, begin + start, tokens - start
         )  # fmt: skip
         backward_chunk(tma, memory, scalars, wgmmas, mmas, of_norms, variant, place)
-    elif cutlass.const_expr(variant.has_gate):
+    elif cutlass.const_expr(variant.is_raw):
         memory.mShares[number, hv, tid // 128, tid % 128] = F32(0.0)
 
 
@@ -502,10 +502,10 @@ def gate_of(
 ):
     bias = cute.make_rmem_tensor((2,), F32)
     slope, strength, unit = F32(0.0), F32(0.0), F32(0.0)
-    if cutlass.const_expr(variant.has_gate):
+    if cutlass.const_expr(variant.is_raw):
         for hi in cutlass.range_constexpr(2):
             bias[hi] = memory.mBias[place.hv, channel + 8 * hi]
-        slope, unit = bounded_slope(memory.mA[place.hv]), bounded_unit(scalars.lower)
+        slope, unit = slope_of(memory.mA[place.hv], True), bounded_unit(scalars.lower)
         strength = slope * F32(-1.0 / LOG2_E)
     mGate, mDg = [cute.domain_offset((place.t0, 0), m[None, None, place.hv]) for m in (memory.mGate, memory.mDg)]
     return Gate(slope, unit, scalars.lower, strength, bias, mGate, mDg)
@@ -649,7 +649,7 @@ def backward_chunk(
     to_columns, behind = cute.make_rmem_tensor((32,), F32), [[F32(1.0), F32(1.0)] for _ in range(BLOCKS)]
     blocks_pass(x, made.aq, made.ak, w, made.h, to_columns, behind)
     last_pass(x, w, made.h, to_columns, behind, back, sums)
-    if cutlass.const_expr(variant.has_gate):
+    if cutlass.const_expr(variant.is_raw):
         for i in cutlass.range_constexpr(4):
             for off in (1, 2):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=off)

@@ -196,7 +196,7 @@ def decays_of(x: cutlass.Constexpr, n: cutlass.Constexpr):
         raw.store(load_block(x.at_one(x.smem.g), n, BF16).load())
     else:
         read_gates(x, raw, n)
-    if cutlass.const_expr(x.variant.has_gate):
+    if cutlass.const_expr(x.variant.is_raw):
         add_bias(x, raw)
         for e in cutlass.range_constexpr(4):
             raw[e] = exp2(x.gate.slope * raw[e])
@@ -537,7 +537,7 @@ def last_pass(
 @cute.jit
 def finish_gates(x: cutlass.Constexpr, dg: cute.Tensor, back: F32, sums: cute.Tensor, m: cutlass.Constexpr):
     """From the gradients of log decays to those of raw gates, which leave; adds to the sums of dt_bias and A_log."""
-    if cutlass.const_expr(x.variant.has_gate):
+    if cutlass.const_expr(x.variant.is_raw):
         raw, by = cute.make_rmem_tensor((8,), F32), back * (x.gate.lower * x.gate.strength)
         if cutlass.const_expr(x.variant.g_type is BF16):
             raw.store(load_two(x.at(x.smem.g), m, BF16).load())
