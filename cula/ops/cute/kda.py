@@ -2,8 +2,8 @@
 """KDA on the CuTe kernels: what they serve, which variant a call takes, and its launch.
 
 `common/kda_intra.py` and each architecture's `kda_recurrence.py` say what the split kernels compute; Hopper's `kda_fused.py` is
-both in one. `kda_schedule.py` chooses between them, and `kda_abi.py` describes what they are given. Forward only: the gradient is
-another backend's.
+both in one. `kda_schedule.py` chooses between them, and `kda_abi.py` describes what they are given. The gradient is that of
+`kda_bwd.py`, where it serves a call, and otherwise another backend's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaInputs, KdaProblem
 from cula.ops.cute import decode, kda_abi
+from cula.ops.cute import kda_bwd as backward
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
 from cula.ops.cute.kda_abi import K, Kept, V
+from cula.ops.cute.kda_bwd import kda_bwd
 from cula.ops.cute.kda_schedule import Schedule, how, schedule_on
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -41,6 +43,7 @@ from cula.ops.cute.toolchain.loader import load
 __all__ = [
     "checkpoints_why_not",
     "how",
+    "kda_bwd",
     "kda_decode",
     "kda_fwd",
     "kda_fwd_checkpoints",
@@ -76,7 +79,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
-    return None
+    return backward.why_not(p) if op == "kda_bwd" else None
 
 
 def checkpoints_why_not(problem: KdaProblem) -> str | None:

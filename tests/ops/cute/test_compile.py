@@ -17,6 +17,8 @@ MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536
 MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 TENSOR_MEMORY = 512  # columns of an SM
+# Bytes of stack a thread of kernels that spill and are faster so, by the beginning of their names: `docs/log/kda-backward.md`.
+STACK = {"bwd_kda": 480}
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
 PARTS = 4  # of the package's own kernels, for workers to share
@@ -28,9 +30,9 @@ needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.mis
 
 def complaints(facts: build.Facts) -> list[str]:
     """What is wrong with a kernel that compiled."""
-    found = []
+    found, allowed = [], max([0, *(most for name, most in STACK.items() if facts.name.startswith(name))])
     for kernel in facts.kernels:
-        if kernel.stack_bytes:
+        if kernel.stack_bytes > allowed:
             found.append(f"{kernel.stack_bytes} bytes of stack a thread: spills, or an array indexed at run time")
         if kernel.registers > MAX_REGISTERS or kernel.registers * kernel.threads > REGISTERS_OF_SM:
             found.append(f"{kernel.registers} registers in {kernel.threads} threads: more than an SM has")
@@ -73,8 +75,9 @@ def accesses_before_waiting(ptx: str) -> list[str]:
 
 
 @needs_dsl
-@pytest.mark.parametrize("name", ["decode_1_bf16", "decode_4_f32", "decode_8_bf16_lightning", "fused_kda_f16_gate_bf16",
-                                  "kda_f16_gate_bf16", "lightning_d128", "lightning_ends_d64"])  # fmt: skip
+@pytest.mark.parametrize("name", ["decode_1_bf16", "decode_4_f32", "decode_8_bf16_lightning", "bwd_kda_f16_gate_bf16",
+                                  "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16", "lightning_d128",
+                                  "lightning_ends_d64"])  # fmt: skip
 def test_kernels_wait_before_they_touch_memory(name):
     """They may be launched while the one in front still runs. One token of decode has the slot fetched that is named then, and
     reads it again."""

@@ -10,12 +10,12 @@ HOPPER = Arch(
     title="Hopper",
     targets={(9, 0): "sm_90a"},
     modules={
-        "kda": ("sm90.kda", "sm90.kda_fused"),
+        "kda": ("sm90.kda", "sm90.kda_fused", "sm90.kda_bwd"),
         "lightning": ("sm90.lightning",),
         "gdn": ("sm90.gdn",),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "gdn", "lightning", "decode"),
+    serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     has_run=True,
     kda=KdaTraits(

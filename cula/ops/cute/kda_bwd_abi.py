@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses from host to kernel for the KDA backward: the arguments of its host function, the workspace between its kernels.
+
+Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; these come besides:
+
+| argument       | what                                                                                                       |
+|----------------|------------------------------------------------------------------------------------------------------------|
+| do             | [T, HV, 128], bf16: the gradient of the outputs                                                            |
+| dht, dh0       | [N, HV, 128 (V), 128 (K)], float32: gradients of the last and the first states; there if `has_dht`, `has_dh0` |
+| dq, dk         | [T, H, 128], bf16; where value heads share keys, [T, HV, 128] in float32, a share for each value head      |
+| dv, dg, dbeta  | as v, g and beta, contiguous                                                                               |
+| dA_log, ddt_bias | [HV], and [HV, 128], float32; written where gates are activated in the kernel                            |
+"""
+
+from __future__ import annotations
+
+from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC
+
+_GIVEN = addresses(
+    q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
+)  # fmt: skip
+_MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, workspace=64)
+_STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in ("token", "head")), "beta_token")
+_PROBLEM = (
+    *i32("T", "N", "H", "HV"),
+    *f32("scale", "lower", "beta_top"),
+    *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "length", "halvings", "chunks"),
+)
+
+BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
+
+# A record is a chunk's of one head. What the intra-chunk kernel of the forward writes comes first.
+
+FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
+FACTORS = 2  # floats of a record
+SHARES = 2 * 128  # floats of a record: what the chunk adds to the gradients of dt_bias and, by channels, of A_log
+
+WORKSPACE = Workspace(
+    (
+        Section("tiles", "records", 3 * TILE_BYTES),  # kb, qg, kr
+        Section("T", "records", SQUARE_BYTES),
+        Section("P", "records", SQUARE_BYTES),
+        Section("vec", "records", 4 * VEC),
+        Section("done", "one", 4),  # which the forward's segments count; there are none here
+        Section("S", "records", 2 * STATE),  # before the chunk
+        Section("U", "records", TILE_BYTES),
+        Section("dS", "records", 2 * STATE),  # after the chunk
+        Section("dX", "records", TILE_BYTES),  # negated
+        Section("factors", "records", 4 * FACTORS),
+        Section("shares", "records", 4 * SHARES),
+    )
+)
+
+
+def workspace_bytes(records: int) -> int:
+    return WORKSPACE.offsets(records=records, one=1)["end"]

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA backward on Hopper: one host function, three launches, and a short one.
+
+| kernel                             | a block for each               | makes                                              |
+|------------------------------------|--------------------------------|----------------------------------------------------|
+| `common/kda_intra.py`, unchanged   | chunk, value head              | what the recurrences multiply with                 |
+| `kda_bwd_recurrence.py`            | direction, sequence, value head | S, U; dS, dX, dh0                                 |
+| `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients, those of A_log, dt_bias in shares |
+| `kda_bwd_shares.py`                | value head                     | sums of the shares                                 |
+
+bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
+describes the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from cula.ops.cute import kda_abi, kda_bwd_abi
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.kda import operands
+from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
+from cula.ops.cute.common.kda_intra import IntraResults, IntraScalars, IntraTma, intra_kernel
+from cula.ops.cute.common.kda_intra_steps import intra_mmas
+from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
+from cula.ops.cute.kda_bwd_abi import FACTORS, SHARES
+from cula.ops.cute.sm90.arch import HOPPER
+from cula.ops.cute.toolchain.variants import Variant
+
+from .kda_bwd_chunk import THREADS as CHUNK_THREADS
+from .kda_bwd_chunk import ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, wgmma_pair
+from .kda_bwd_chunk_steps import chunk_mmas
+from .kda_bwd_recurrence import THREADS as WALK_THREADS
+from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
+from .kda_bwd_shares import launch_shares
+from .kda_recurrence_steps import STAGES, recurrence_mmas
+
+
+class Work(NamedTuple):
+    """The workspace between the kernels. A record is a chunk's of one head."""
+
+    tiles: Any  # [192 records, 128]: kb, qg, kr
+    T: Any  # [128 records, 32], by quarters, transposed
+    P: Any  # the same
+    vec: Any  # [chunks, HV, VEC]
+    all_vecs: Any  # the same as [records, VEC]
+    done: Any  # [1]
+    S: Any  # [128 records, 128]
+    U: Any  # [64 records, 128]
+    dS: Any
+    dX: Any
+    factors: Any  # [records, FACTORS]
+    shares: Any  # [chunks, HV, 2, 128]
+
+
+def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+    """The tensors of the workspace."""
+    records = chunks * HV
+    offsets = kda_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+
+    def part(name: str, t: Any, layout: Any) -> Any:
+        return cute.make_tensor(at_address(t, workspace + offsets[name], kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
+
+    def rows(name: str, t: Any, count: int, columns: int) -> Any:
+        return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
+
+    return Work(
+        tiles=rows("tiles", F16, 192, 128),
+        T=rows("T", F16, SQUARE_BYTES // 64, 32),
+        P=rows("P", F16, SQUARE_BYTES // 64, 32),
+        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
+        all_vecs=rows("vec", F32, 1, VEC),
+        done=part("done", I32, cute.make_layout(1)),
+        S=rows("S", F16, STATE // 128, 128),
+        U=rows("U", F16, 64, 128),
+        dS=rows("dS", F16, STATE // 128, 128),
+        dX=rows("dX", F16, 64, 128),
+        factors=rows("factors", F32, 1, FACTORS),
+        shares=part("shares", F32, cute.make_layout((chunks, HV, 2, 128), stride=(HV * SHARES, SHARES, 128, 1))),
+    )
+
+
+@cute.jit
+def launch_walks(
+    work: cutlass.Constexpr, x: cutlass.Constexpr, ends: cutlass.Constexpr, sizes: cutlass.Constexpr, N: I32, stream
+):
+    """Both recurrences, a block for each direction, head and sequence; `ends` are h0, dht and dh0."""
+    lw, lv = tile_layout(64, 128, STAGES, F16), tile_layout(64, 128, STAGES)
+    lq, state, tokens = tile_layout(32, 32, 4 * STAGES, F16), tile_layout(64, 128, 2, F16), tile_layout(64, 64, 2, F16)
+    tma = WalkTma(
+        tiles=tma_load(work.tiles, lw, (64, 128)),
+        T=tma_load(work.T, lq, (32, 32)),
+        P=tma_load(work.P, lq, (32, 32)),
+        vec=tma_load(work.all_vecs, cute.make_layout((1, VEC)), (1, VEC)),
+        v=tma_load(by_head(x.v), lv, (64, 128)),
+        do=tma_load(by_head(x.o), lv, (64, 128)),
+        S=tma_store(work.S, state, (64, 128)),
+        dS=tma_store(work.dS, state, (64, 128)),
+        U=tma_store(work.U, tokens, (64, 64)),
+        dX=tma_store(work.dX, tokens, (64, 64)),
+    )
+    walks_kernel(
+        tma, WalkMemory(*ends, work.factors, x.cu), sizes, recurrence_mmas(F16), lw, lv
+    ).launch(
+        grid=(2 * sizes.HV, N, 1),
+        block=(WALK_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=True,
+    )  # fmt: skip
+
+
+@cute.jit
+def launch_intra(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    length: I32,
+    halvings: I32,
+    group: I32,
+    grid: cutlass.Constexpr,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The intra-chunk kernel of the forward."""
+    lt = tile_layout(64, 128)
+    tma = IntraTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=tma_load(by_head(x.k), lt, (64, 128)),
+        g=tma_load(by_head(x.gate), lt, (64, 128)),
+        tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=F16), (64, 128)),
+    )
+    intra_kernel(
+        tma,
+        x.gates,
+        IntraResults(work.T, work.P, work.vec, work.done),
+        x.cu,
+        scalars,
+        length,
+        halvings,
+        group,
+        intra_mmas(),
+        lt,
+        variant,
+        False,
+    ).launch(
+        grid=grid,
+        block=(INTRA_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=HOPPER.kda.intra_blocks,
+        preferred_smem_carveout=100,
+        use_pdl=True,
+    )
+
+
+class Gradients(NamedTuple):
+    """Addresses of what the last kernel writes."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dbeta: Any
+
+
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
+    """What threads of the last kernel read and write."""
+    align = kda_bwd_abi.BACKWARD.alignment
+
+    def of_heads(name: str, t: Any, address: Any, heads: Any) -> Any:
+        layout = cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
+        return cute.make_tensor(at_address(t, address, align[name]), layout)
+
+    by_token = cute.make_layout((T, HV), stride=(HV, 1))
+    return ChunkMemory(
+        mVec=work.vec,
+        mFactors=work.factors,
+        mCu=x.cu,
+        mA=x.gates.mA,
+        mBias=x.gates.mBias,
+        mQ=by_head(x.q),
+        mK=by_head(x.k),
+        mGate=by_head(x.gate if g_type is BF16 else x.gates.mGate),
+        mDq=of_heads("dq", BF16, made.dq, H),
+        mDk=of_heads("dk", BF16, made.dk, H),
+        mShareQ=of_heads("dq", F32, made.dq, HV),
+        mShareK=of_heads("dk", F32, made.dk, HV),
+        mDv=of_heads("dv", BF16, made.dv, HV),
+        mDg=of_heads("dg", g_type, made.dg, HV),
+        mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
+        mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
+        mShares=work.shares,
+    )
+
+
+@cute.jit
+def launch_chunks(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    grid: cutlass.Constexpr,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """All that is inside of chunks."""
+    lt, state, tokens = tile_layout(64, 128), tile_layout(128, 128, dtype=F16), tile_layout(64, 128, dtype=F16)
+    k = tma_load(by_head(x.k), lt, (64, 128))
+    tma = ChunkTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=k,
+        g=tma_load(by_head(x.gate), lt, (64, 128)) if cutlass.const_expr(variant.g_type is BF16) else k,
+        do=tma_load(by_head(x.o), lt, (64, 128)),
+        S=tma_load(work.S, state, (128, 128)),
+        dS=tma_load(work.dS, state, (128, 128)),
+        U=tma_load(work.U, tokens, (64, 128)),
+        dX=tma_load(work.dX, tokens, (64, 128)),
+    )
+    chunk_kernel(tma, memory, scalars, wgmma_pair(), chunk_mmas(), intra_mmas(), variant).launch(
+        grid=grid,
+        block=(CHUNK_THREADS, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=2,
+        preferred_smem_carveout=100,
+        use_pdl=True,
+    )
+
+
+@cute.jit
+def backward_host(
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    do: Int64,
+    h0: Int64,
+    dht: Int64,
+    cu: Int64,
+    dq: Int64,
+    dk: Int64,
+    dv: Int64,
+    dg: Int64,
+    dbeta: Int64,
+    dA_log: Int64,
+    ddt_bias: Int64,
+    dh0: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    do_token: Int64,
+    do_head: Int64,
+    beta_token: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
+    scale: F32,
+    lower: F32,
+    beta_top: F32,
+    beta_bits: I32,
+    has_h0: I32,
+    has_dht: I32,
+    has_dh0: I32,
+    length: I32,
+    halvings: I32,
+    chunks: I32,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The arguments of `kda_bwd_abi.BACKWARD`."""
+    x = operands(
+        kda_abi.SPLIT,
+        (q, k, v, g, beta, A_log, dt_bias, do, cu),
+        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
+        (T, N, H, HV),
+        variant,
+    )
+    work = work_at(workspace, chunks, HV)
+    scalars = IntraScalars(scale, lower, beta_top, beta_bits)
+    grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
+    launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
+    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant.g_type)
+    of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
+    launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
+    if cutlass.const_expr(variant.is_raw):
+        align = kda_bwd_abi.BACKWARD.alignment
+        mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
+        mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), cute.make_layout((HV, 128), stride=(128, 1)))
+        launch_shares(work.shares, mDa, mDbias, HV, stream)
+
+
+def variants() -> Iterator[Variant]:
+    for g_type, gate in ((BF16, "gate"), (BF16, "safe"), (BF16, "log"), (F32, "gate"), (F32, "log")):
+        variant = KdaVariant(F16, g_type, gate)
+        arguments = fake_arguments(kda_bwd_abi.BACKWARD, backward_host, variant)
+        yield Variant(f"bwd_{variant.name}", backward_host, arguments, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA backward on the CuTe kernels: its numbers beside float64 autograd, whom it serves, kernels broken on purpose.
+
+The same cases run in the interpreter of compiled kernels (here, without a GPU) and on a GPU. Gradients start as NaN, and so does
+the workspace: what a kernel reads before it was written shows.
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from cula import reference
+from cula.core.dispatch import choose
+from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
+from cula.ops.cute import kda_bwd
+from cula.ops.cute.toolchain import build, loader
+from cula.reference import relative_error
+from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
+from tests.ops.cute.test_kda_dispatch import HOPPER
+from tools import ptx
+from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, without, without_wait
+
+# Rounding to bf16 alone is 1.7e-3. The others are float32, of fp16 operands.
+TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.fromkeys(
+    ("dA_log", "ddt_bias", "d_initial_state"), 2e-3
+)
+
+# (A call, the size of the gradients that come in)
+PACKED = Case((70, 0, 1, 64), HV=2, shift=-4.0), 1e-5
+ALIKE = Case((130,), is_packed=False, shift=-8.0, are_keys_alike=True), 1e4
+CASES = [
+    PACKED,
+    ALIKE,
+    (Case((90,), gate="log", decays="alternating", g=torch.float32, has_state=False), 1.0),
+]
+MORE = [
+    (Case((300,), is_packed=False, H=2, HV=2), 1.0),
+    (Case((1, 15, 16, 17, 0, 63, 65), shift=-4.0), 1.0),
+    (Case((390,), shift=-8.0, size=1e6), 1e-7),
+    (Case((390,), shift=-8.0, size=1e-7), 1e6),
+    (Case((330,), gate="log", decays="zero", g=torch.float32), 1.0),
+    (Case((130,), gate="log", decays="fastest"), 1.0),
+    (Case((330, 70), g=torch.float32, shift=-2.0, HV=4), 1.0),
+    (Case((2000, 100), H=4, HV=4, shift=-8.0, beta=torch.bfloat16), 1.0),
+]
+
+
+def gradients_of_outputs(p: KdaProblem, size: float, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    do = size * torch.randn(p.B, p.T, p.HV, p.V, generator=random)
+    return do.bfloat16().to(device), (0.3 * size * torch.randn(p.N, p.HV, p.V, p.K, generator=random)).to(device)
+
+
+def wanted(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor) -> KdaGrads:
+    """By autograd through the definition, in float64."""
+    leaves = x._replace(
+        **{n: None if t is None else t.double().requires_grad_() for n, t in zip(x._fields[:-1], x[:-1])}
+    )  # fmt: skip
+    o, ht = reference.kda(
+        *leaves[:5],
+        initial_state=leaves.initial_state,
+        cu_seqlens=x.cu_seqlens,
+        A_log=leaves.A_log,
+        dt_bias=leaves.dt_bias,
+        lower_bound=p.options.lower_bound,
+        use_gate_in_kernel=p.options.use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    torch.autograd.backward((o, ht), (do.double(), dht.double()))
+    return KdaGrads(*(None if t is None else t.grad for t in leaves[:-1]))
+
+
+def is_right(case: Case, size: float, device: str = "cpu") -> bool:
+    p, x = make(case, device)
+    do, dht = gradients_of_outputs(p, size, device)
+    got, want = kda_bwd.kda_bwd(p, x, (), do, dht), wanted(p, x, do, dht)
+    assert [t is None for t in got] == [t is None for t in x[:-1]]
+    errors = {name: relative_error(a, b) for name, a, b in zip(KdaGrads._fields, got, want) if a is not None}
+    print(case, errors)
+    return all(e < TOLERANCE[name] for name, e in errors.items() if (want._asdict()[name] != 0).any())
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`kda_bwd.kda_bwd` on CPU tensors, its kernels in the interpreter; for the function returned see `ptx.interpret`."""
+    if build.missing() is not None:
+        pytest.skip(str(build.missing()))
+    empty = torch.empty
+
+    def nothing(*shape, **kwargs):
+        made = empty(*shape, **kwargs)
+        return made.fill_(0xFF if made.dtype == torch.uint8 else torch.nan)
+
+    monkeypatch.setattr(torch, "empty", nothing)
+    return ptx.interpret(monkeypatch, kda_bwd)
+
+
+@pytest.mark.parametrize(("case", "size"), CASES, ids=str)
+def test_interpreted(interpreted, case, size):
+    assert is_right(case, size)
+
+
+@pytest.mark.parametrize("order", ["early", "first", "last"])
+def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
+    interpreted(order)
+    assert is_right(*ALIKE)
+
+
+def test_there_are_no_races(interpreted):
+    interpreted("late", races=True)
+    assert is_right(*PACKED)
+
+
+@pytest.mark.parametrize(
+    ("order", "edit"),
+    [
+        ("late", without(WGMMA_WAIT, -1)),
+        ("first", lambda text: text.replace("bar.sync \t0;", "")),
+        ("late", without(NAMED_BARRIER, 0)),
+        ("late", without_wait(-1)),
+    ],
+    ids=["no wait for the last products", "no barriers of blocks", "no room waited for", "no wait for the last tiles"],
+)
+def test_broken_kernels_are_noticed(interpreted, order, edit):
+    interpreted(order, edit, races=True)
+    with contextlib.suppress(ptx.SimulationError):
+        assert not is_right(*ALIKE)
+
+
+# Who is served
+
+TRAINING = dataclasses.replace(
+    HOPPER, needs_grad=True, options=HOPPER.options._replace(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"HV": 2 * HOPPER.HV}, None),
+        ({"has_scalar_gate": True}, "one gate a head"),
+        ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False)}, "use_qk_l2norm_in_kernel=True"),
+        ({"options": TRAINING.options._replace(use_beta_sigmoid_in_kernel=False)}, "use_beta_sigmoid_in_kernel=True"),
+        ({"dtype": torch.float16}, "takes bfloat16"),
+        ({"K": 64}, "takes K = V = 128"),
+    ],
+    ids=str,
+)
+def test_whom_the_backward_serves(monkeypatch, change, reason):
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    choice = choose("kda_bwd", dataclasses.replace(TRAINING, **change))
+    if reason is None:
+        assert choice.name == "cute_sm90"
+    else:
+        assert choice.name == "triton"
+        assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "size"), [*CASES, *MORE], ids=str)
+def test_on_a_gpu(kernels, case, size):  # noqa: F811
+    assert is_right(case, size, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0.0, -8.0])
+def test_long_and_repeatable(kernels, shift):  # noqa: F811
+    """Thirty runs give the same bits."""
+    p, x = make(Case((20000,), is_packed=False, H=2, HV=4, shift=shift), "cuda")
+    do, dht = gradients_of_outputs(p, 1.0, "cuda")
+    first = kda_bwd.kda_bwd(p, x, (), do, dht)
+    for _ in range(29):
+        again = kda_bwd.kda_bwd(p, x, (), do, dht)
+        assert all(torch.equal(a, b) for a, b in zip(first, again) if a is not None)
