@@ -4,6 +4,7 @@
 | name               | default    | meaning                                                                               |
 |--------------------|------------|---------------------------------------------------------------------------------------|
 | `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
+| `CULA_HOPPER_BWD`  | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
 | `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
 | `CULA_VLLM`        | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
@@ -13,7 +14,7 @@
 | `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables are read when they are needed, so a test or a debugging session may set them at any time.
-None of them changes a result.
+None of them changes a result, but for `CULA_HOPPER_BWD`.
 """
 
 import os
@@ -34,6 +35,11 @@ def check_values() -> bool:
 def triton_is_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_hopper_backward() -> bool:
+    """Whether the KDA backward in CuTe DSL may take calls, which is not right in every case yet (docs/kda-backward.md)."""
+    return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
 
 
 def kernel_dir() -> Path | None:

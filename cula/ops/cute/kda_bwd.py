@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula import settings
 from cula.core.constants import CHUNK
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.archs import target_of
@@ -27,6 +28,8 @@ SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
+    if not settings.use_hopper_backward():
+        return "has a backward that is not right in every case yet (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
     if p.gate == "softplus":
         return "has no backward for a softplus gate: pass lower_bound, or log decays"
     if p.has_scalar_gate:

@@ -215,7 +215,7 @@ def test_bad_calls_after_a_good_one_are_refused_as_ever(forgetful):
     with pytest.raises(ValueError, match="beta has shape"):
         cula.cula_decode(**{**given, "beta": given["beta"][:2]}, state=pool)
     with pytest.raises(TypeError, match="state has dtype"):
-        cula.cula_decode(**given, state=pool.half())
+        cula.cula_decode(**given, state=pool.double())
     with pytest.raises(ValueError, match="requires grad"):
         cula.cula_decode(**{**given, "q": given["q"].clone().requires_grad_()}, state=pool)
     with pytest.raises(TypeError, match="tile"):

@@ -28,7 +28,11 @@ def step(call, seed, backend):
     """Outputs and gradients of one step, from inputs and gradients of outputs that the seed gives."""
     is_kda = isinstance(call, KdaCall)
     tensors = (call.with_(seed=seed) if is_kda else type(call)(**vars(call) | {"seed": seed})).tensors("cuda")
-    leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point()}
+    leaves = {n: t for n, t in tensors.items() if t is not None and t.is_floating_point()}
+    if call.lens is not None:
+        leaves.pop("decay", None)  # whose gradient triton does not make for packed sequences yet
+    for t in leaves.values():
+        t.requires_grad_()
     if is_kda:
         o, state = cula.cula_kda(**tensors, **call.switches(), output_final_state=True, backend=backend)
     else:

@@ -152,12 +152,22 @@ TRAINING = dataclasses.replace(
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
     choice = choose("kda_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
     else:
         assert choice.name == "triton"
         assert reason in dict(choice.passed_over)["cute_sm90"]
+
+
+def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
+    """Until all of the cases below are right on hardware."""
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.delenv("CULA_HOPPER_BWD", raising=False)
+    choice = choose("kda_bwd", TRAINING)
+    assert choice.name == "triton"
+    assert "CULA_HOPPER_BWD=1 uses it" in dict(choice.passed_over)["cute_sm90"]
 
 
 # On a GPU
