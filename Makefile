@@ -1,18 +1,21 @@
-# make demo | test | fuzz | lint | format | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | test-slow | fuzz | lint | format | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHONS ?= $(BIN)/python  # that a wheel has native code for
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test fuzz lint format wheel bench-pages clean
+.PHONY: demo test test-slow fuzz lint format wheel bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 	$(BIN)/python examples/hf_generate.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+
+test-slow: $(VENV)/installed  # kernels compiled for the architectures that the tests leave out
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: $(VENV)/installed  # a minute of calls drawn at random, against float64
 	$(BIN)/python -m cula.fuzz --seconds 60

@@ -33,7 +33,7 @@ def test_a_cpu_gets_torch():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"device": "cuda", "sm": (9, 0)}, "triton"),
+        ({"device": "cuda", "sm": (9, 0), "dtype": torch.float16}, "triton"),
         ({"device": "cuda", "sm": (8, 0)}, "triton"),
         ({"device": "cuda", "sm": (12, 0)}, "triton"),
         ({"device": "cuda", "sm": (7, 5)}, "torch"),

@@ -21,8 +21,8 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return f"needs compute capability 8.0 or later, and this GPU has {problem.sm[0]}.{problem.sm[1]}"
     if problem.K > MAX_K:
         return f"takes head dims K up to {MAX_K}, and this call has K = {problem.K}"
-    if op == "lightning_bwd" and isinstance(problem, Problem) and _is_packed_decay(problem):
-        return "does not make the gradient of decay for packed sequences yet"
+    if op == "lightning_bwd" and problem.device == "cuda" and isinstance(problem, Problem) and "decay" in problem.grads:
+        return "does not make the gradient of decay on a GPU yet: its kernel is miscompiled there (docs/kda-triton.md)"
     if isinstance(problem, KdaProblem) and problem.K > 128 and problem.sm in ((10, 0), (10, 3)):
         if problem.dtype == torch.float32:
             return "float32 with K above 128 does not fit the tensor memory of this GPU"
@@ -31,11 +31,6 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
                 "decays without a bound with K above 128 do not fit the tensor memory of this GPU: pass lower_bound or safe_gate"
             )
     return None
-
-
-def _is_packed_decay(problem: Problem) -> bool:
-    """Right in the interpreter; steps by record met an illegal address on an H200."""
-    return problem.device == "cuda" and problem.is_packed and "decay" in problem.grads
 
 
 BACKEND = Backend(

@@ -29,8 +29,7 @@ def step(call, seed, backend):
     is_kda = isinstance(call, KdaCall)
     tensors = (call.with_(seed=seed) if is_kda else type(call)(**vars(call) | {"seed": seed})).tensors("cuda")
     leaves = {n: t for n, t in tensors.items() if t is not None and t.is_floating_point()}
-    if call.lens is not None:
-        leaves.pop("decay", None)  # whose gradient triton does not make for packed sequences yet
+    leaves.pop("decay", None)  # whose gradient triton does not make yet
     for t in leaves.values():
         t.requires_grad_()
     if is_kda:

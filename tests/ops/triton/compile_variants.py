@@ -117,7 +117,7 @@ def compile_all(arch: int, part: int) -> list[dict]:
         record("kda transition, bf16 128", lambda: kda.kda_transition(replace(problem, sm=sm), x))
     for name, call in wanted(LIGHTNING).items():
         p, y = check_lightning(LightningInputs(**call.tensors()), LightningOptions(output_final_state=True))
-        p = replace(p, sm=sm, grads=("decay",))
+        p = replace(p, sm=sm)  # without the gradient of decay, whose kernel ptxas gets wrong and nobody is served with
         record(f"lightning forward, {name}", lambda p=p, y=y: lightning.lightning_fwd(p, y))
         do, dht = torch.empty_like(y.v), torch.empty_like(y.initial_state)
         record(f"lightning backward, {name}", lambda p=p, y=y, do=do, dht=dht: lightning.lightning_bwd(p, y, (), do, dht))

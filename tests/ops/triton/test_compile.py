@@ -21,7 +21,7 @@ MAX_SPILL = {"16 bit, up to 128": 2000, "other": 24000}
 
 
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("arch", [100, 90, 103, 80, 120])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (100, 103, 80, 120))])
 def test_kernels_compile_and_fit(arch, part):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.triton.compile_variants", str(arch), str(part)]
