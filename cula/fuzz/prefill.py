@@ -19,6 +19,7 @@ from cula.fuzz.judge import GRADIENT_FACTOR, changed_slots, damage, error_of, er
 
 GRADIENT_TOKENS = 70
 BF16_ROUNDING = 4e-3  # of a tensor that is rounded to bf16 once
+DECAY_PARAMETERS = ("A_log", "dt_bias", "decay")  # whose gradients are sums over all tokens of a head
 
 
 @dataclass
@@ -211,13 +212,22 @@ def _wrong_gradients(
         [y for _, y, _ in pairs], [inputs[n] for n in leaves], [w.to(x.dtype).double() for x, _, w in pairs], allow_unused=True
     )
     largest = max([float(t.norm()) for t in theirs if t is not None], default=0.0)
+    terms = _decay_terms(inputs, dict(zip(leaves, theirs)))
     for name, a, b in zip(leaves, ours, theirs):
         if a is None or b is None:  # no gradient is one of zeros
             if any(t is not None and bool(t.any()) for t in (a, b)):
                 return f"the gradient of {name} is {'missing' if a is None else 'there, and the definition has none'}"
             continue
         rounded = BF16_ROUNDING if a.dtype == torch.bfloat16 else 0.0
-        wrong = error_of(f"the gradient of {name}", a, b, GRADIENT_FACTOR * limit + rounded, largest)
+        beside = max(largest, terms) if name in DECAY_PARAMETERS else largest
+        wrong = error_of(f"the gradient of {name}", a, b, GRADIENT_FACTOR * limit + rounded, beside)
         if wrong:
             return wrong
     return None
+
+
+def _decay_terms(inputs: dict[str, Tensor], gradients: dict[str, Tensor | None]) -> float:
+    """How large the terms are that a gradient of decays sums over tokens, q dq - k dk: rounding is relative to them, not to their sum."""
+    strongest = inputs["g"].detach().abs().max().clamp_min(1.0) if "g" in inputs and inputs["g"].numel() else 1.0
+    terms = [(inputs[n].detach() * d).abs().sum() for n in ("q", "k") if (d := gradients.get(n)) is not None]
+    return float(sum(terms) * strongest)
