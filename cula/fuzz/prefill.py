@@ -227,7 +227,7 @@ def _wrong_gradients(
 
 
 def _decay_terms(inputs: dict[str, Tensor], gradients: dict[str, Tensor | None]) -> float:
-    """How large the terms are that a gradient of decays sums over tokens, q dq - k dk: rounding is relative to them, not to their sum."""
+    """The size of what a gradient of decays sums over tokens, q dq - k dk: rounding is relative to it, not to the sum."""
     strongest = inputs["g"].detach().abs().max().clamp_min(1.0) if "g" in inputs and inputs["g"].numel() else 1.0
     terms = [(inputs[n].detach() * d).abs().sum() for n in ("q", "k") if (d := gradients.get(n)) is not None]
     return float(sum(terms) * strongest)
