@@ -7,6 +7,7 @@
 | `CULA_HOPPER_BWD`  | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
 | `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
+| `CULA_UNPROVEN`    | `0`        | `1` lets Hopper kernels take calls that have not passed their checks on a GPU yet     |
 | `CULA_VLLM`        | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
 | `CUTE_DSL_RUNTIME` |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
 | `FLA_CULA`         | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
@@ -14,7 +15,7 @@
 | `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables are read when they are needed, so a test or a debugging session may set them at any time.
-None of them changes a result, but for `CULA_HOPPER_BWD`.
+None of them changes a result, but for `CULA_UNPROVEN`.
 """
 
 import os
@@ -40,6 +41,11 @@ def triton_is_interpreted() -> bool:
 def use_hopper_backward() -> bool:
     """Whether the KDA backward in CuTe DSL may take calls, which is not right in every case yet (docs/kda-backward.md)."""
     return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
+
+
+def use_unproven() -> bool:
+    """Whether Hopper kernels may take calls that have been simulated, but have not passed their checks on a GPU."""
+    return os.environ.get("CULA_UNPROVEN", "0") == "1"
 
 
 def kernel_dir() -> Path | None:

@@ -229,7 +229,17 @@ def has_contiguous_slots(state: Tensor) -> bool:
 
 
 def has_aligned_slots(state: Tensor) -> bool:
-    """Slots begin at multiples of 16 bytes. Tensors without memory (a compiler's) are taken for aligned."""
-    if state.stride(0) * state.element_size() % 16:
-        return False
-    return torch.compiler.is_compiling() or isinstance(state, torch._subclasses.FakeTensor) or state.data_ptr() % 16 == 0
+    """Slots begin at multiples of 16 bytes."""
+    return state.stride(0) * state.element_size() % 16 == 0 and _has_aligned_memory(state)
+
+
+def has_aligned_states(states: Tensor) -> bool:
+    """Matrices `[..., V, K]` each lie in one piece, which begins at a multiple of 16 bytes."""
+    *outer, rows, columns = states.stride()
+    is_whole = columns == 1 and rows == states.shape[-1]
+    return is_whole and all(s * states.element_size() % 16 == 0 for s in outer) and _has_aligned_memory(states)
+
+
+def _has_aligned_memory(t: Tensor) -> bool:
+    """Tensors without memory (a compiler's) are taken for aligned."""
+    return torch.compiler.is_compiling() or isinstance(t, torch._subclasses.FakeTensor) or t.data_ptr() % 16 == 0

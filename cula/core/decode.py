@@ -180,6 +180,8 @@ def describe_decode(
         scale=K**-0.5 if options.scale is None else float(options.scale),
         options=options,
         has_aligned_slots=checks.has_aligned_slots(state),
+        kept_dtype=None if x.intermediate_states is None else x.intermediate_states.dtype,
+        has_aligned_kept=x.intermediate_states is None or checks.has_aligned_states(x.intermediate_states),
         is_ragged=is_ragged,
         **facts,
     )

@@ -68,6 +68,8 @@ class DecodeProblem:
     scale: float
     options: DecodeOptions
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
+    kept_dtype: torch.dtype | None = None  # of intermediate_states
+    has_aligned_kept: bool = True  # each of those is one piece of memory that begins at a multiple of 16 bytes
     is_ragged: bool = False  # rows have up to T tokens each, as cu_seqlens says; token tensors are [1, all of them, ...]
     # of families with gates
     has_scalar_gate: bool = False

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on the CuTe kernels, one token a row on states in bfloat16 or several: what they serve, which kernel, and the launch.
+"""Decode on the CuTe kernels: what they serve, which kernel, and the launch.
 
-`common/decode_frame.py` says what the kernels compute, `decode_abi.py` what they are given.
+`common/decode_frame.py` says what the kernels compute in which all tokens of a row meet its state at once,
+`common/decode_steps.py` what those do that go token by token and keep states, `decode_abi.py` what they are given.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula import settings
 from cula.core.problem import DecodeProblem
 from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
-from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi
+from cula.ops.cute.abi import Abi
+from cula.ops.cute.decode_abi import TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi, steps_abi
 from cula.ops.cute.launch import record
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.cute.toolchain.loader import load
@@ -43,17 +46,28 @@ def is_kda(problem: DecodeProblem) -> bool:
     return problem.family != "lightning"
 
 
+def goes_by_steps(problem: DecodeProblem) -> bool:
+    """Whether a call's tokens meet the state one after another: where states are kept, where rows may differ in length, and a
+    single token that meets a float32 state."""
+    p = problem
+    if p.T == 1 and p.pool_dtype == torch.float32:
+        return True
+    return p.is_ragged or p.has_token_indices or p.has_accepted or p.has_intermediate_states
+
+
 def why_not(op: str, problem: Any) -> str | None:
     """What the kernels do not take, as a sentence; None if they take the call."""
     p = problem
-    if p.T == 1 and p.pool_dtype == torch.float32:
-        return "takes 2 to 8 tokens a row on float32 states: with one, Triton's kernel runs at the memory's speed"
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
-    if p.is_ragged:
-        return "takes rows of equally many tokens, and cu_seqlens may say others"
-    if p.has_token_indices or p.has_accepted or p.has_intermediate_states:
-        return "does not keep the states of draft tokens"
+    if goes_by_steps(p):
+        if not settings.use_unproven():
+            what = "one token on float32 states" if p.T == 1 else "draft tokens and ragged rows"
+            return f"has kernels for {what} that never ran on hardware: CULA_UNPROVEN=1 tries them"
+        if p.kept_dtype not in (None, p.pool_dtype):
+            return "takes intermediate_states in the dtype of the pool"
+        if not p.has_aligned_kept:
+            return "takes intermediate_states [..., V, K] that are contiguous and begin at multiples of 16 bytes"
     if p.pool_dtype not in SHORT:
         return "takes states in bfloat16 or float32, and this pool is in float16"
     if p.options.state_is_kv:
@@ -71,6 +85,8 @@ def why_not(op: str, problem: Any) -> str | None:
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
     p, of_kda, is_f32 = problem, is_kda(problem), problem.pool_dtype == torch.float32
+    if goes_by_steps(p):
+        return f"decode_steps_{SHORT[p.pool_dtype]}" + ("_scalar" if p.has_scalar_gate else "" if of_kda else "_lightning")
     T = p.T
     if T == 1 and p.has_scalar_gate:
         return f"decode_1_{SHORT[p.pool_dtype]}_scalar"
@@ -90,11 +106,12 @@ def decode(problem: DecodeProblem, x: Any) -> Tensor:
 def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
     """Launch the kernel of that name; returns o."""
     o = _output(problem, x)
-    tensors = _named(x, o)
+    tensors = _named(problem, x, o)
     for key in _unreadable(problem, tensors):
         tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-    numbers = DECODE.pack_numbers(_numbers(problem, tensors))
-    addresses = DECODE.pack_addresses({key: address(t) for key, t in tensors.items()})
+    abi = _abi(problem)
+    numbers = abi.pack_numbers(_numbers(problem, tensors))
+    addresses = abi.pack_addresses({key: address(t) for key, t in tensors.items()})
     load(name, ARCH)(*addresses, *numbers, stream_of(o.device))
     if (written := tensors["o"]) is not o and written is not None:
         o.copy_(written)
@@ -105,30 +122,34 @@ def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | 
     """A record for calls like this one, or None where some tensors would have to be copied; x are the tensors as normalised,
     `given` as they came, which are at the same addresses. It makes o and names the pool."""
     o = _output(problem, x)
-    tensors = _named(x, o)
+    tensors = _named(problem, x, o)
     if _unreadable(problem, tensors):
         return None
     fields = x._fields
     sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
-    abi = decode_abi(problem.T, problem.has_scalar_gate)
-    launch = record(abi, load(variant(problem), ARCH), sources, _numbers(problem, tensors))
+    launch = record(_abi(problem), load(variant(problem), ARCH), sources, _numbers(problem, tensors))
     outputs = (form_of(o) if x.out is None else fields.index("out"), fields.index("state"))
     return LaunchRecord(o.device.index, (launch,), outputs)
 
 
 def _output(p: DecodeProblem, x: Any) -> Tensor:
-    return torch.empty((p.N, p.T, p.HV, p.V), dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
+    return torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
 
 
-def _named(x: Any, o: Tensor) -> dict[str, Tensor | None]:
-    """The tensors of a call by the names of `DECODE`; None for what its family does not have."""
-    return {name: getattr(x, name, None) for name in DECODE.alignment} | {"o": o}
+def _abi(p: DecodeProblem) -> Abi:
+    return steps_abi(p.has_scalar_gate) if goes_by_steps(p) else decode_abi(p.T, p.has_scalar_gate)
+
+
+def _named(p: DecodeProblem, x: Any, o: Tensor) -> dict[str, Tensor | None]:
+    """The tensors of a call by the names of the description; None for what its family does not have."""
+    return {name: getattr(x, name, None) for name in _abi(p).alignment} | {"o": o}
 
 
 def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
     """Which tensors the kernels cannot read or write as they lie. Others than these will always do."""
-    align = decode_abi(p.T, p.has_scalar_gate).alignment
-    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if p.T == 1 and not p.has_scalar_gate else TOKEN_TENSORS
+    align = _abi(p).alignment
+    reads_bias = p.T == 1 and not p.has_scalar_gate and not goes_by_steps(p)
+    read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if reads_bias else TOKEN_TENSORS
     given = [(name, tensors[name]) for name in read_in_vectors]
     return [name for name, t in given if t is not None and not _is_readable(t, align[name])]
 
@@ -151,7 +172,8 @@ def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool
     """The arguments behind the addresses, by name."""
     numbers: dict[str, int | float | bool] = {}
     for name in TOKEN_TENSORS:
-        numbers[f"{name}_row"], numbers[f"{name}_token"], numbers[f"{name}_head"] = _strides(tensors[name])[:3]
+        row, numbers[f"{name}_token"], numbers[f"{name}_head"] = _strides(tensors[name])[:3]
+        numbers[f"{name}_row"] = 0 if p.is_ragged else row  # ragged rows lie behind each other in one
     numbers["slot_stride"], numbers["index_stride"] = _strides(tensors["state"])[0], _strides(tensors["state_indices"])[0]
     numbers["A_head"], numbers["decay_head"] = _strides(tensors["A_log"])[0], _strides(tensors["decay"])[0]
     numbers["bias_head"], numbers["bias_channel"] = _strides(tensors["dt_bias"])[:2]
@@ -161,22 +183,40 @@ def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool
         beta_top = 2.0 if options.allow_neg_eigval else 1.0
     numbers |= {"scale": p.scale, "lower_bound": options.lower_bound or 0.0, "beta_top": beta_top}
     numbers |= {"N": p.N, "HV": p.HV, "group": p.HV // p.H, "tokens": p.T, "slots": p.P, "flags": _flags(p, tensors)}
+    return numbers | (_draft_numbers(p, tensors) if goes_by_steps(p) else {})
+
+
+def _draft_numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int]:
+    """Those that `STEPS` has besides: strides."""
+    numbers = dict(zip(("kept_row", "kept_token", "kept_head"), _strides(tensors["intermediate_states"])))
+    numbers["token_slot_stride"] = _strides(tensors["state_indices"])[1] if p.has_token_indices else 0
+    for key, name in (
+        ("accepted", "num_accepted_tokens"),
+        ("kept_rows", "intermediate_state_indices"),
+        ("offsets", "cu_seqlens"),
+    ):
+        numbers[f"{key}_stride"] = _strides(tensors[name])[0]
     return numbers
 
 
 def _flags(p: DecodeProblem, tensors: Tensors) -> int:
-    options, indices = p.options, tensors["state_indices"]
+    options = p.options
+    is_i64 = lambda name: (t := tensors.get(name)) is not None and t.dtype == torch.int64
     return (
         Flag.USE_NORM * options.use_qk_l2norm_in_kernel
         | Flag.IS_SOFTPLUS * (p.gate == "softplus")
         | Flag.IS_BOUNDED * (p.gate == "bounded")
         | Flag.G_IS_F32 * _is_f32(tensors["g"])
         | Flag.BETA_IS_F32 * _is_f32(tensors["beta"])
-        | Flag.INDEX_IS_I64 * (indices is not None and indices.dtype == torch.int64)
+        | Flag.INDEX_IS_I64 * is_i64("state_indices")
         | Flag.ZERO_IS_NULL * options.null_is_nonpositive
         | Flag.COMMIT * options.commit
         | Flag.IS_SCALAR * p.has_scalar_gate
         | Flag.PREFETCH * (p.N * p.HV > PREFETCH_STATES)
+        | Flag.HAS_TOKEN_SLOTS * p.has_token_indices
+        | Flag.ACCEPTED_IS_I64 * is_i64("num_accepted_tokens")
+        | Flag.KEPT_ROWS_IS_I64 * is_i64("intermediate_state_indices")
+        | Flag.OFFSETS_IS_I64 * is_i64("cu_seqlens")
     )
 
 

@@ -28,6 +28,11 @@ class Flag(enum.IntFlag):
     COMMIT = enum.auto()  # the states after the last token are written
     IS_SCALAR = enum.auto()  # one gate a head, not one a channel
     PREFETCH = enum.auto()  # the first blocks have the L2 fetch their states before the kernel in front has ended
+    # Of calls that go token by token:
+    HAS_TOKEN_SLOTS = enum.auto()  # a slot for the state after each token
+    ACCEPTED_IS_I64 = enum.auto()
+    KEPT_ROWS_IS_I64 = enum.auto()
+    OFFSETS_IS_I64 = enum.auto()
 
 
 TOKEN_TENSORS = ("q", "k", "v", "o", "g", "beta")  # [N, T, heads, channels], or [N, T, heads]
@@ -47,6 +52,16 @@ DECODE = Abi(
 )  # fmt: skip
 
 
+# Draft tokens: the call goes token by token, and the state after each may be kept (`common/decode_steps.py`).
+STEPS = Abi(
+    "decode_steps",
+    DECODE.addresses,
+    addresses(num_accepted_tokens=4, intermediate_states=16, intermediate_state_indices=4, cu_seqlens=4),
+    DECODE.numbers,
+    i64("kept_row", "kept_token", "kept_head", "token_slot_stride", "accepted_stride", "kept_rows_stride", "offsets_stride"),
+)
+
+
 @functools.cache
 def decode_abi(T: int, has_scalar_gate: bool) -> Abi:
     """`DECODE` with the alignments of a call of T tokens. Gates a channel are read in vectors, and so is the bias of one token;
@@ -54,3 +69,9 @@ def decode_abi(T: int, has_scalar_gate: bool) -> Abi:
     if has_scalar_gate:
         return DECODE
     return DECODE.with_alignment(g=16, **({"dt_bias": 16} if T == 1 else {}))
+
+
+@functools.cache
+def steps_abi(has_scalar_gate: bool) -> Abi:
+    """`STEPS` with the alignments of a call: gates a channel are read in vectors."""
+    return STEPS if has_scalar_gate else STEPS.with_alignment(g=16)

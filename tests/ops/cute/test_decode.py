@@ -307,7 +307,7 @@ def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 def test_cases_take_every_variant():
     taken = {kernel_of(case, make(case, "cpu")[0]) for case in CASES}
-    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])}
+    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"]) if "_steps_" not in v.name}
 
 
 BLACKWELL = ("decode_1_bf16", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
@@ -449,18 +449,18 @@ def test_some_calls_are_not_recorded(launched):
         ({}, None),
         ({"T": 8, "pool_dtype": BF16}, None),
         ({"T": 1, "pool_dtype": BF16}, None),
-        ({"T": 1}, "with one, Triton's kernel runs at the memory's speed"),
+        ({"T": 1}, "one token on float32 states that never ran"),
         ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "has_scalar_gate": True}, None),
-        ({"is_ragged": True}, "cu_seqlens may say others"),
+        ({"is_ragged": True}, "draft tokens and ragged rows that never ran"),
         ({"pool_dtype": torch.float16}, "this pool is in float16"),
         ({"K": 64, "V": 64}, "takes K = V = 128, and this call has K = 64, V = 64"),
         ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
         ({"g_dtype": torch.float16}, "takes g in bfloat16 or float32, and this call has float16"),
-        ({"has_intermediate_states": True}, "does not keep the states of draft tokens"),
-        ({"has_token_indices": True}, "does not keep the states of draft tokens"),
+        ({"has_intermediate_states": True}, "draft tokens and ragged rows that never ran"),
+        ({"has_token_indices": True}, "draft tokens and ragged rows that never ran"),
         ({"options": DecodeOptions(state_is_kv=True)}, "this one is [P, HV, K, V]"),
         ({"has_aligned_slots": False}, "slots of the pool do not begin at multiples"),
         ({"N": 2**16}, "fewer than 2^16 rows"),

@@ -98,6 +98,14 @@ class OneToken:
         """Two lanes have the row."""
         return lane & (1 if self.is_kda else LANES // 2) == 0
 
+    def first_channel(self, lane: Any) -> Any:
+        """Of a lane."""
+        return lane % LANES * CHANNELS
+
+    def own_channel(self, lane: Any) -> Any:
+        """The first of the four whose gate a lane makes; lane ^ 16 makes the others."""
+        return self.first_channel(lane) + lane // LANES * 4
+
     @cute.jit
     def load_state(self, state: Int64, lane: I32):
         gS = state_at(state, lane)
@@ -163,7 +171,7 @@ def addresses(rows: Any, call: Call, place: Place) -> Token:
     """Made before the kernel in front has ended."""
     n, hv, h, warp_row, _, lane = place
     q, k, v, g, beta, bias = call.q, call.k, call.v, call.g, call.beta, call.bias
-    channel = lane % LANES * CHANNELS
+    channel = rows.first_channel(lane)
     at = [
         k.at + (k.offset(n, h) + channel) * 2,
         q.at + (q.offset(n, h) + channel) * 2,
@@ -171,7 +179,7 @@ def addresses(rows: Any, call: Call, place: Place) -> Token:
         call.A.at + Int64(hv * call.A.head) * 4,
     ]
     if rows.is_kda:
-        own = 0 if rows.is_scalar else channel + lane // LANES * 4
+        own = 0 if rows.is_scalar else rows.own_channel(lane)
         at += [
             g.at + (g.offset(n, hv) + own) * size_of(call.flags, Flag.G_IS_F32),
             bias.at + Int64(hv * bias.head + own * bias.channel) * 4,
