@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts of benchmarks/ that need a GPU for their figures run on a CPU too, small, and write what they measured."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = {"width": 32, "heads": 2, "head-dim": 16, "tokens": 40, "device": "cpu"}
+
+
+def run(monkeypatch, script, *flags, **options):
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | options).items()]
+    monkeypatch.setattr(sys, "argv", [script, *given, *flags])
+    runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+
+
+def test_train_model(monkeypatch, tmp_path):
+    out, picture = tmp_path / "model.json", tmp_path / "model.png"
+    run(monkeypatch, "train_model.py", "--no-compile", layers=1, steps=3, warm_up=1, out=out, picture=picture)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["model"], row["kernels"]) for row in rows] == [("kda", "cula"), ("gdn", "cula")]
+    for row in rows:
+        assert len(row["losses"]) == 4 and row["tokens_a_second"] > 0
+        assert all(abs(loss - math.log(4096)) < 1 for loss in row["losses"]), "that of a model which has learnt little yet"
+    assert picture.stat().st_size > 1000
+
+
+def test_fla_layers(monkeypatch, tmp_path):
+    pytest.importorskip("fla.layers")
+    out = tmp_path / "layers.json"
+    run(monkeypatch, "fla_layers.py", repeats=1, out=out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["layer"] for row in rows] == ["kda", "gdn"]
+    assert all(row["calls_that_cula_took"] > 0 and row["cula"]["training_ms"] > 0 for row in rows)
