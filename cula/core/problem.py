@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
+from cula.core.constants import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class Problem:
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
     checkpoint_dtype: torch.dtype | None = None  # of `checkpoint_states`; None: the call has none
     has_aligned_checkpoints: bool = True  # its rows are contiguous and begin at multiples of 16 bytes
+
+    def by_row(self, states: Tensor) -> Tensor:
+        """States at chunk starts, sequence by sequence [chunks, HV, V, K], as [B, NT, HV, V, K]."""
+        NT = states.shape[0] if self.is_packed else -(-self.T // CHUNK)
+        return states.view(self.B, NT, *states.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

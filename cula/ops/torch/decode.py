@@ -73,7 +73,8 @@ class Tokens(NamedTuple):
 def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
     """On a CPU slots are at hand, so that a row works on its state where it lies: nothing is gathered or scattered."""
     opt = p.options
-    slots = [[n] for n in range(p.N)] if x.state_indices is None else x.state_indices.view(p.N, -1).tolist()
+    named: list[Any] = list(range(p.N)) if x.state_indices is None else x.state_indices.tolist()
+    slots = named if p.has_token_indices else [[slot] for slot in named]
     accepted = [0] * p.N if x.num_accepted_tokens is None else x.num_accepted_tokens.tolist()
     is_null = (lambda slot: slot <= 0) if opt.null_is_nonpositive else (lambda slot: slot < 0)
     states, kept = x.state, x.intermediate_states

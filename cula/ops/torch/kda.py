@@ -62,7 +62,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
     h = None
     if p.options.return_intermediate_states:
         assert states is not None
-        h = states[plan.chunk_order].float().unflatten(0, (p.B, -1)) if plan.num_chunks else states.unsqueeze(0).float()
+        h = p.by_row(states[plan.chunk_order].float())
     return Forward(
         o,
         plan.by_sequence(states_now).float() if p.options.output_final_state else None,

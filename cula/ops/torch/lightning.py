@@ -185,5 +185,5 @@ def lightning_decode(problem: DecodeProblem, x: LightningDecodeInputs) -> Tensor
     assert x.decay is not None
     p = problem
     q, k = (for_value_heads(t.float(), p.HV // p.H) for t in (x.q, x.k))
-    decay = (-x.decay).exp().view(p.HV, 1).expand(p.N, p.T, -1, -1)
+    decay = (-x.decay).exp().view(p.HV, 1).expand(*q.shape[:2], -1, -1)
     return decode_rows(problem, x, q, k, decay, None)
