@@ -32,7 +32,7 @@ def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, decay: Ten
         beta: [N, T, HV, 1] float32, or None.
     """
     p, o = problem, torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
-    is_read_back = o.device.type == "cpu" or p.is_ragged
+    is_read_back = o.device.type == "cpu" or p.is_ragged or p.options.batch_invariant
     (_row_by_row if is_read_back else _all_rows)(p, x, Tokens(q, k, x.v.float(), decay, beta, o))
     return o.to(x.q.dtype) if x.out is None else x.out.copy_(o)
 

@@ -22,8 +22,10 @@ from cula.core.problem import DecodeProblem
 from cula.lightning.problem import LightningDecodeInputs, LightningInputs, LightningProblem
 from cula.ops.torch.chunks import ChunkPlan, Slab
 from cula.ops.torch.decode import decode_rows, for_value_heads
+from cula.ops.torch.sequences import bwd_of_each, fwd_of_each
 
 
+@fwd_of_each
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """See `cula/core/kernels.py`."""
     p = problem
@@ -39,6 +41,7 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
     return Forward(o, plan.by_sequence(states).float() if p.options.output_final_state else None)
 
 
+@bwd_of_each
 def lightning_bwd(
     problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
