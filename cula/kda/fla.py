@@ -94,7 +94,7 @@ def chunk_kda(
     )
     if cp_context is not None:
         x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
-        return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, "auto", {}, who)
+        return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
     x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
     o, final_state, *states = prefill(FAMILY, x, options, backend=backend, who=who)
     final_state = swap_layout(final_state, state_v_first)

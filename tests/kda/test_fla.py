@@ -156,3 +156,11 @@ def test_named_hardware_that_is_missing_is_a_clear_error():
         kda_prefill_hopper(q, q, q, q, q[..., 0])
     with pytest.raises(RuntimeError, match=r"needs a Blackwell GPU.*this is cpu"):
         kda_prefill_blackwell(q, q, q, q, q[..., 0])
+
+
+def test_a_context_goes_to_the_backend_that_is_named(monkeypatch):
+    taken = []
+    monkeypatch.setattr("cula.kda.fla.from_cp_context", lambda *args: taken.append(args))
+    q = torch.zeros(1, 4, 1, 8)
+    chunk_kda(q, q, q, q, q[..., 0], cp_context=object(), backend="triton")
+    assert "triton" in taken[0]
