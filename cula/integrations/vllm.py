@@ -39,7 +39,8 @@ def register() -> None:
     """What vLLM calls at its start."""
     if _changes or not settings.vllm_uses_cula():
         return
-    _changes.on_import(PATCHES.__contains__, lambda module: _patch(module))
+    with _changes.or_none():
+        _changes.on_import(PATCHES.__contains__, lambda module: _patch(module))
 
 
 def unregister() -> None:
