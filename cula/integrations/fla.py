@@ -124,8 +124,8 @@ def _why_not_recurrent_kda(a: Arguments) -> str | None:
 def _why_not_recurrent_gdn(a: Arguments) -> str | None:
     if a.get("gv") is not None:
         return "gv (one decay a value channel) is not served"
-    if (a.get("g") is None) == (a.get("gk") is None):
-        return "exactly one of g and gk is served"
+    if a.get("gk") is not None and a.get("A_log") is not None:
+        return "gk beside a gate that the kernel makes is not served"
     return _shared_objection(a)
 
 
