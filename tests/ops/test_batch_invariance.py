@@ -106,6 +106,23 @@ def test_a_sequence_has_the_same_bits_in_every_company(backend, device, family):
         assert relative_error(a, b.double()) < 2 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", list(CALLS))
+@pytest.mark.parametrize("on", ["auto", "triton"])
+def test_long_sequences_on_a_gpu(device, family, on):
+    """With the schedules as they are, of few heads: sequences alone are split, and a batch of them is not, but for the option."""
+    lens = (9000, 64, 130, 3000)
+    call = CALLS[family].with_(lens=lens, H=2, HV=2, K=128, V=128, dtype=torch.bfloat16)
+    tensors = call.tensors(device)
+    ends = [0, *tensors["cu_seqlens"].tolist()[1:]]
+    spans = [(n, a, b) for n, (a, b) in enumerate(itertools.pairwise(ends))]
+    together = run(family, call, tensors, on, batch_invariant=True)
+    for n, a, b in spans:
+        of_tokens, of_states = run(family, call, part(family, tensors, [(n, a, b)], False), on, batch_invariant=True)
+        assert all(torch.equal(x[:, a:b], y) for x, y in zip(together[0], of_tokens)), n
+        assert all(torch.equal(x[n : n + 1], y) for x, y in zip(together[1], of_states)), n
+
+
 def test_the_environment_asks_for_it(device, monkeypatch):
     """In every call, and only while it is set."""
     call = CALLS["kda"]
