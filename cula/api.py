@@ -56,6 +56,7 @@ def cula_decode(
     null_index: Literal["negative", "nonpositive"] = "negative",
     commit: bool = True,
     state_layout: Literal["vk", "kv"] = "vk",
+    batch_invariant: bool = False,
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -93,6 +94,7 @@ def cula_decode(
         null_index: "negative", or "nonpositive" where slot 0 marks padding too.
         commit: False verifies without writing the pool.
         state_layout: "vk", or "kv" for pools and buffers `[..., K, V]`.
+        batch_invariant: give a row the same bits in calls of any number of rows, as in `cula_kda`.
         backend: force a backend by name; "auto" takes the best that can.
         **kwargs: tensors of a family that have no name here, options of the chosen backend; any other keyword is a TypeError.
 
@@ -122,7 +124,7 @@ def cula_decode(
     )  # fmt: skip
     options = (
         scale, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        null_is_nonpositive, commit, state_is_kv,
+        null_is_nonpositive, commit, state_is_kv, batch_invariant,
     )  # fmt: skip
     return call_decode(mode, tensors, options, device, backend, kwargs, who)
 

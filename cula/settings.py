@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable cuLA reads, in one table.
 
-| name               | default    | meaning                                                                               |
-|--------------------|------------|---------------------------------------------------------------------------------------|
-| `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
-| `CULA_HOPPER_BWD`  | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
-| `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
-| `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
-| `CULA_UNPROVEN`    | `0`        | `1` lets Hopper kernels take calls that have not passed their checks on a GPU yet     |
-| `CULA_VLLM`        | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
-| `CUTE_DSL_RUNTIME` |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
-| `FLA_CULA`         | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
-| `TRITON_INTERPRET` | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
-| `XDG_CACHE_HOME`   | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
+| name                   | default    | meaning                                                                               |
+|------------------------|------------|---------------------------------------------------------------------------------------|
+| `CULA_BATCH_INVARIANT` | `0`        | `1` is `batch_invariant=True` for every call                                          |
+| `CULA_CHECK`           | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
+| `CULA_HOPPER_BWD`      | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
+| `CULA_KERNEL_DIR`      |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
+| `CULA_SELF_CHECK`      | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
+| `CULA_UNPROVEN`        | `0`        | `1` lets Hopper kernels take calls that have not passed their checks on a GPU yet     |
+| `CULA_VLLM`            | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
+| `CUTE_DSL_RUNTIME`     |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
+| `FLA_CULA`             | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
+| `TRITON_INTERPRET`     | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
+| `XDG_CACHE_HOME`       | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables are read when they are needed, so a test or a debugging session may set them at any time.
-None of them changes a result, but for `CULA_UNPROVEN`.
+None of them changes a result, but for `CULA_UNPROVEN`, and `CULA_BATCH_INVARIANT` in its last bits.
 """
 
 import os
@@ -24,13 +25,20 @@ from typing import Any
 
 # Asked on every call: the mapping behind os.environ answers ten times faster where a variable is not set.
 _environ: Any = getattr(os.environ, "_data", os.environ)
-_CULA_CHECK = os.environ.encodekey("CULA_CHECK") if hasattr(os.environ, "_data") else "CULA_CHECK"
+_CULA_CHECK, _CULA_BATCH_INVARIANT = (
+    os.environ.encodekey(name) if hasattr(os.environ, "_data") else name for name in ("CULA_CHECK", "CULA_BATCH_INVARIANT")
+)
 _OFF = (None, "", "0", b"", b"0")
 
 
 def check_values() -> bool:
     """Whether `CULA_CHECK=1` asks for checks that read tensor values (a synchronisation on a GPU)."""
     return _environ.get(_CULA_CHECK) not in _OFF
+
+
+def batch_invariant() -> bool:
+    """Whether every call is to be batch-invariant."""
+    return _environ.get(_CULA_BATCH_INVARIANT) not in _OFF
 
 
 def triton_is_interpreted() -> bool:

@@ -25,7 +25,7 @@ from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
-from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad
+from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad, with_settings
 
 
 class Dims(NamedTuple):
@@ -73,6 +73,7 @@ def decode(
         options = options._replace(scale=checks.as_number(who, "scale", options.scale))
     if is_dynamo_compiling():
         return operator.call_decode(family, x, options, device, backend, extra, who)
+    options = with_settings(options)
     static_args = None
     if not (extra or is_explaining.get()):
         static_args = (options, device, backend)
@@ -343,7 +344,7 @@ def call_decode(
     traits: Decode | None = None if family is None else family.decode
     if family is None or traits is None:
         raise ValueError(f"{who}: mode is {mode!r}; expected one of {list(decode_modes())}")
-    if extra or is_dynamo_compiling() or is_explaining.get():
+    if extra or is_dynamo_compiling() or is_explaining.get() or settings.batch_invariant():
         return decode(
             family,
             _named_inputs(family, tensors, extra, who),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What functions with flash-linear-attention's signatures share: its state layout, and keywords that it ignores."""
+"""What functions with flash-linear-attention's signatures share: its state layout, keywords that it ignores, short calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from cula.core.checks import POOL_DTYPES
+from cula.core.decode import decode
+from cula.core.family import Family
+from cula.core.problem import DecodeOptions
 
 
 def state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
@@ -27,12 +32,27 @@ def warn_of_ignored(who: str, kwargs: dict[str, Any]) -> None:
         warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=3)
 
 
-def own_states(q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool) -> Tensor:
-    """States in the caller's layout that a decode may write."""
-    if initial_state is not None:
-        return initial_state.float().clone(memory_format=torch.contiguous_format)
-    inner = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return torch.zeros(q.shape[0], v.shape[2], *inner, dtype=torch.float32, device=q.device)
+def decode_few(
+    family: Family, rows: Any, options: DecodeOptions, output_final_state: bool, backend: str, who: str
+) -> tuple[Tensor, Tensor | None]:
+    """Up to 8 tokens from first states (`rows.state`, None for zeros) that stay as they are: o, and last states where asked for.
+
+    One token's last states are written where they are returned; those of several are made in a copy.
+    """
+    q, v, h0 = rows.q, rows.v, rows.state
+    if h0 is not None and (q.shape[1] == 1 or not output_final_state):
+        h0 = (h0 if h0.dtype in POOL_DTYPES else h0.float()).contiguous()
+        after = torch.empty_like(h0, dtype=torch.float32).unsqueeze(1) if output_final_state else None
+        rows, options = rows._replace(state=h0, intermediate_states=after), options._replace(commit=False)
+        o, _ = decode(family, rows, options, backend=backend, who=who)
+        return o, None if after is None else after[:, 0]
+    if h0 is None:
+        inner = (q.shape[3], v.shape[3]) if options.state_is_kv else (v.shape[3], q.shape[3])
+        states = torch.zeros(q.shape[0], v.shape[2], *inner, dtype=torch.float32, device=q.device)
+    else:
+        states = h0.float().clone(memory_format=torch.contiguous_format)
+    o, states = decode(family, rows._replace(state=states), options, backend=backend, who=who)
+    return o, states if output_final_state else None
 
 
 def swap_layout(state: Tensor | None, state_v_first: bool) -> Tensor | None:

@@ -33,7 +33,7 @@ from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
 from cula.core.family import FAMILIES, Family
 from cula.core.pool import Serving
-from cula.core.problem import DecodeOptions, Problem, encoding_of, needs_grad
+from cula.core.problem import DecodeOptions, Problem, encoding_of, needs_grad, with_settings
 
 DECODE_ENCODING = encoding_of(DecodeOptions)
 
@@ -218,7 +218,7 @@ def _define_prefill(family: Family) -> None:
     @custom_op(f"cula::{name}_bwd", mutates_args=(), schema=f"(Tensor do, Tensor? dht, str wanted, {arguments}) -> Tensor[]")
     def backward_op(do: Tensor, dht: Tensor | None, wanted: str, *args: Any) -> list[Tensor]:
         raw, options, (_, backend, who, _) = split(args)
-        problem, x = family.check(raw, options, who)
+        problem, x = family.check(raw, with_settings(options), who)
         problem = replace(problem, grads=tuple(wanted.split()))
         kernel = choose(f"{name}_bwd", problem, backend).backend.load(name, f"{name}_bwd")
         with running_on(x.q):

@@ -116,6 +116,8 @@ def write_pool(pool: Pool, last: Tensor) -> None:
     one, all of them write slot 0 back unchanged.
     """
     states, indices, *_ = pool
+    if not indices.shape[0]:
+        return
     has_slot = indices >= pool.first_slot
     some = torch.argmax(has_slot.to(torch.int8), 0, keepdim=True)  # [1]: a row that has a slot, if any
     anchor_slot = indices.index_select(0, some).clamp(min=0).long()

@@ -8,13 +8,20 @@ problem names. Families derive theirs from `Problem`; decode has one for all fam
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cula import settings
 from cula.core import checks
+from cula.core.constants import CHUNK
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LONE_TOKENS = 8192  # of the sequence that batch-invariant calls are scheduled for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,16 @@ class Problem:
     has_aligned_slots: bool = True  # slots of the pool begin at multiples of 16 bytes
     checkpoint_dtype: torch.dtype | None = None  # of `checkpoint_states`; None: the call has none
     has_aligned_checkpoints: bool = True  # its rows are contiguous and begin at multiples of 16 bytes
+
+    def alone(self) -> Self:
+        """A call of one sequence like these. What is scheduled for it, a batch-invariant call does to each of its sequences."""
+        options = self.options._replace(batch_invariant=False)
+        return replace(self, B=1, T=LONE_TOKENS, N=1, is_packed=False, options=options)
+
+    def by_row(self, states: Tensor) -> Tensor:
+        """States at chunk starts, sequence by sequence [chunks, HV, V, K], as [B, NT, HV, V, K]."""
+        NT = states.shape[0] if self.is_packed else -(-self.T // CHUNK)
+        return states.view(self.B, NT, *states.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +110,14 @@ class DecodeOptions(NamedTuple):
     null_is_nonpositive: bool = False  # slot 0 marks padding too
     commit: bool = True
     state_is_kv: bool = False
+    batch_invariant: bool = False
+
+
+def with_settings(options: Any) -> Any:
+    """The options of a call, with what the environment asks for."""
+    if settings.batch_invariant() and not getattr(options, "batch_invariant", True):
+        return options._replace(batch_invariant=True)
+    return options
 
 
 def gate_of(options: Any) -> str:

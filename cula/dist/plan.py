@@ -145,6 +145,8 @@ def local_kernels(
     """A call of level 1 on this rank's tokens, checked as level 1 does. What that does not know is refused by name."""
     if getattr(options, "return_intermediate_states", False):
         raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use {family.function}")
+    if getattr(options, "batch_invariant", False):
+        raise NotImplementedError(f"{who}: batch_invariant=True is not available over ranks, which say how sequences are split")
     _refuse_serving(who, extra)
     problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
     checks.check_device_argument(device, x.q, who)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from cula.fuzz.draw import Draw
 from cula.fuzz.family import Shape, fuzz_of
 from cula.fuzz.judge import changed_slots, damage, error_of
 
-BF16_ROUNDING = 4e-3  # of a state that is kept in bf16
+BF16_ROUNDING = 4e-3  # of a state that is kept in bf16, or in fp16
 
 
 @dataclass
@@ -32,12 +33,15 @@ def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any
     fuzz = fuzz_of(family)
     N, T = draw.integer(1, 5), draw.one_of((1, 1, 1, 2, 4, draw.integer(1, MAX_DECODE_TOKENS)))
     s = replace(variant, B=N, T=T, N=N, lens=None)
+    lens = tuple(draw.integer(0, T) for _ in range(N))
+    is_ragged = T > 1 and sum(lens) > 0 and draw.chance(0.3)
+    lead = (1, sum(lens)) if is_ragged else (N, T)
     unit = 1.0 if switches.get("use_qk_l2norm_in_kernel") else s.K**-0.5
     values = {
-        "q": (draw.normal(N, T, s.H, s.K) * unit, s.dtype),
-        "k": (draw.normal(N, T, s.H, s.K) * unit, s.dtype),
-        "v": (draw.normal(N, T, s.HV, s.V), s.dtype),
-    } | fuzz.tensors(draw, s, switches)
+        "q": (draw.normal(*lead, s.H, s.K) * unit, s.dtype),
+        "k": (draw.normal(*lead, s.H, s.K) * unit, s.dtype),
+        "v": (draw.normal(*lead, s.HV, s.V), s.dtype),
+    } | fuzz.tensors(draw, replace(s, B=lead[0], T=lead[1]), switches)
     kw: dict[str, Any] = {
         name: draw.place(name, x, dtype, "any" if x.dim() > 2 else "plain") for name, (x, dtype) in values.items()
     }
@@ -49,9 +53,12 @@ def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any
     }
     if draw.chance(0.3):
         kw["scale"] = 0.3
+    if is_ragged:
+        offsets = torch.tensor([0, *itertools.accumulate(lens)])
+        kw["cu_seqlens"] = draw.place("cu_seqlens", offsets, draw.one_of((torch.int32, torch.int64)), "plain")
     _draw_pool(draw, call)
     if draw.chance(0.2):
-        kw["out"] = draw.place("out", torch.full((N, T, s.HV, s.V), torch.nan), s.dtype, "any")
+        kw["out"] = draw.place("out", torch.full((*lead, s.HV, s.V), torch.nan), s.dtype, "any")
         call.written.add("out")
     return call
 
@@ -59,7 +66,7 @@ def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any
 def _draw_pool(draw: Draw, call: DecodeCall) -> None:
     s, kw = call.shape, call.keywords
     N, T, states = s.N, s.T, (s.HV, s.V, s.K)
-    pool_dtype = draw.one_of((torch.float32, torch.bfloat16))
+    pool_dtype = draw.one_of((torch.float32, torch.bfloat16, torch.float16))
     if draw.chance(0.1):  # no indices: slot n is row n's
         kw["state"] = draw.place("state", draw.normal(N, *states), pool_dtype, "slots")
         return
@@ -69,8 +76,7 @@ def _draw_pool(draw: Draw, call: DecodeCall) -> None:
     is_padding = draw.uniform(N) < 0.2
     slots = torch.where(is_padding[:, None] if a_slot_a_token else is_padding, -1, slots)
     if draw.chance(0.3):
-        kw["intermediate_states"] = draw.place("intermediate_states", draw.normal(N, T, *states), pool_dtype, "plain")
-        call.written.add("intermediate_states")
+        _draw_kept_states(draw, call, pool_dtype)
     if (a_slot_a_token or "intermediate_states" in kw) and draw.chance(0.5):
         accepted = (draw.uniform(N) * (T + 1)).long().clamp(max=T)
         kw["num_accepted_tokens"] = draw.place("num_accepted_tokens", accepted, draw.one_of((torch.int32, torch.int64)), "plain")
@@ -81,15 +87,27 @@ def _draw_pool(draw: Draw, call: DecodeCall) -> None:
     kw["state_indices"] = draw.place("state_indices", slots, draw.one_of((torch.int32, torch.int64)), "plain")
 
 
+def _draw_kept_states(draw: Draw, call: DecodeCall, dtype: torch.dtype) -> None:
+    """A buffer for the states of drafts, with as many rows as the call or more, of which some are named."""
+    s, kw = call.shape, call.keywords
+    rows, tokens = s.N + draw.integer(0, 2), s.T + draw.integer(0, 1)
+    kw["intermediate_states"] = draw.place("intermediate_states", draw.normal(rows, tokens, s.HV, s.V, s.K), dtype, "plain")
+    call.written.add("intermediate_states")
+    if draw.chance(0.5):
+        of = torch.where(draw.uniform(s.N) < 0.2, -1, draw.permutation(rows)[: s.N])
+        of_dtype = draw.one_of((torch.int32, torch.int64))
+        kw["intermediate_state_indices"] = draw.place("intermediate_state_indices", of, of_dtype, "plain")
+
+
 def judge_decode(draw: Draw, call: DecodeCall, backend: str, limit: float) -> str | None:
     """Make the call; what is wrong with it, or None."""
     kw = call.keywords
     asked: dict[str, Any] = {name: _double(x) if isinstance(x, Tensor) else x for name, x in kw.items() if name != "out"}
     o, pool = cula_decode(**kw, backend=backend)
     want_o, want_pool, want_kept = reference.decode(**asked)
-    in_bf16 = kw["state"].dtype == torch.bfloat16
-    limit_of_states = limit + (BF16_ROUNDING * call.shape.T if in_bf16 else 0.0)
-    limit_of_o = limit + (BF16_ROUNDING if in_bf16 else 0.0)
+    is_rounded = kw["state"].dtype != torch.float32
+    limit_of_states = limit + (BF16_ROUNDING * call.shape.T if is_rounded else 0.0)
+    limit_of_o = limit + (BF16_ROUNDING if is_rounded else 0.0)
     wrong = error_of("o", o, want_o, limit_of_o)
     written = _written_slots(kw)
     for slot in sorted(written) if not wrong else ():
@@ -102,14 +120,14 @@ def judge_decode(draw: Draw, call: DecodeCall, backend: str, limit: float) -> st
 def _written_slots(kw: dict[str, Any]) -> set[int]:
     if not kw["commit"]:
         return set()
-    if "state_indices" not in kw:
-        return set(range(kw["state"].shape[0]))
-    first = 1 if kw["null_index"] == "nonpositive" else 0
-    indices = kw["state_indices"].tolist()
-    if kw["state_indices"].dim() == 1:
-        return {slot for slot in indices if slot >= first}
+    P, T = kw["state"].shape[0], kw["q"].shape[1]
+    indices = kw["state_indices"].tolist() if "state_indices" in kw else list(range(P))
+    lengths = kw["cu_seqlens"].diff().tolist() if "cu_seqlens" in kw else [T] * len(indices)
+    first = 1 if kw["null_index"] == "nonpositive" and "state_indices" in kw else 0
+    if not isinstance(indices[0], list):
+        return {slot for slot, length in zip(indices, lengths) if slot >= first and length}
     accepted = kw["num_accepted_tokens"].tolist() if "num_accepted_tokens" in kw else [0] * len(indices)
-    rows = [row for row, a in zip(indices, accepted) if row[max(a - 1, 0)] >= first]
+    rows = [row[:length] for row, a, length in zip(indices, accepted, lengths) if row[max(a - 1, 0)] >= first]
     return {slot for row in rows for slot in row if slot >= first}
 
 

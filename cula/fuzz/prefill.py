@@ -18,7 +18,8 @@ from cula.fuzz.family import Shape, fuzz_of
 from cula.fuzz.judge import GRADIENT_FACTOR, changed_slots, damage, error_of, error_of_parts, heads_of
 
 GRADIENT_TOKENS = 70
-BF16_ROUNDING = 4e-3  # of a tensor that is rounded to bf16 once
+BF16_ROUNDING = 4e-3  # of a tensor that is rounded to bf16 once, or to fp16
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of pools and checkpoints
 DECAY_PARAMETERS = ("A_log", "dt_bias", "decay")  # whose gradients are sums over all tokens of a head
 
 
@@ -83,15 +84,30 @@ def _draw_states(draw: Draw, call: Prefill) -> None:
     if call.wants_grad:
         return
     if FAMILIES[call.family].keeps_states and draw.chance(0.15):
-        every = CHUNK * draw.integer(1, 3)
-        rows = sum(length // every for length in (s.lens or (s.T,) * s.N)) + draw.integer(0, 2)
-        kw["checkpoint_every"] = every
-        empty = torch.full((rows, *states), torch.nan)
-        kw["checkpoint_states"] = draw.place("checkpoint_states", empty, draw.one_of((torch.float32, torch.bfloat16)), "slots")
-        call.written.add("checkpoint_states")
+        _draw_checkpoints(draw, call)
     if draw.chance(0.2):
         kw["out"] = draw.place("out", torch.full((s.B, s.T, s.HV, s.V), torch.nan), s.dtype, "any")
         call.written.add("out")
+
+
+def _draw_checkpoints(draw: Draw, call: Prefill) -> None:
+    """States behind every so many tokens, or behind one number of them for each sequence."""
+    s, kw = call.shape, call.keywords
+    lens = s.lens or (s.T,) * s.N
+    if draw.chance(0.5):
+        every = kw["checkpoint_every"] = CHUNK * draw.integer(1, 3)
+        rows = sum(length // every for length in lens)
+    else:
+        offsets = torch.tensor([CHUNK * draw.integer(0, length // CHUNK) for length in lens])
+        kw["checkpoint_offsets"] = draw.place("checkpoint_offsets", offsets, torch.int32, "plain")
+        rows = s.N
+    empty = torch.full((rows + draw.integer(0, 2), s.HV, s.V, s.K), torch.nan)
+    kw["checkpoint_states"] = draw.place("checkpoint_states", empty, draw.one_of(STATE_DTYPES), "slots")
+    call.written.add("checkpoint_states")
+
+
+def _is_null(kw: dict[str, Any], slot: int) -> bool:
+    return slot < 0 or (slot == 0 and kw["null_index"] == "nonpositive")
 
 
 def _draw_pool(draw: Draw, call: Prefill) -> None:
@@ -101,9 +117,10 @@ def _draw_pool(draw: Draw, call: Prefill) -> None:
     slots = torch.where(draw.uniform(s.N) < 0.2, -1, draw.permutation(P)[: s.N])
     starts = draw.uniform(s.N) < 0.6 if draw.chance(0.5) else torch.ones(s.N, dtype=torch.bool)
     values = torch.full((P, s.HV, s.V, s.K), torch.nan)
-    live = [int(slot) for slot, is_read in zip(slots, starts) if slot >= 0 and is_read]
+    kw["null_index"] = draw.one_of(("negative", "negative", "nonpositive"))
+    live = [int(slot) for slot, is_read in zip(slots, starts) if not _is_null(kw, int(slot)) and is_read]
     values[live] = draw.normal(len(live), s.HV, s.V, s.K)
-    kw["state_pool"] = draw.place("state_pool", values, draw.one_of((torch.float32, torch.bfloat16)), "slots")
+    kw["state_pool"] = draw.place("state_pool", values, draw.one_of(STATE_DTYPES), "slots")
     kw["initial_state_indices"] = draw.place("initial_state_indices", slots, draw.one_of((torch.int32, torch.int64)), "plain")
     if not bool(starts.all()):
         kw["has_initial_state"] = draw.place("has_initial_state", starts, None, "plain")
@@ -157,44 +174,54 @@ def _first_states(draw: Draw, call: Prefill) -> Tensor | None:
     pool, slots = draw.buffers["state_pool"].original().cpu(), kw["initial_state_indices"].tolist()
     starts = [True] * s.N if "has_initial_state" not in kw else kw["has_initial_state"].tolist()
     zeros = torch.zeros(s.HV, s.V, s.K, dtype=pool.dtype)
-    return torch.stack([pool[slot] if slot >= 0 and reads else zeros for slot, reads in zip(slots, starts)])
+    return torch.stack([zeros if _is_null(kw, slot) or not reads else pool[slot] for slot, reads in zip(slots, starts)])
 
 
 def _wrong_pool(draw: Draw, call: Prefill, want: Tensor, limit: float) -> str | None:
     kw = call.keywords
     if "state_pool" not in kw:
         return None
-    slots = kw["initial_state_indices"].tolist()
+    slots = [None if _is_null(kw, slot) else slot for slot in kw["initial_state_indices"].tolist()]
     rounding = 0.0 if kw["state_pool"].dtype == torch.float32 else BF16_ROUNDING
     for n, slot in enumerate(slots):
-        if slot >= 0:
+        if slot is not None:
             wrong = error_of(f"slot {slot}", kw["state_pool"][slot], want[n], limit + rounding)
             if wrong:
                 return wrong
-    return changed_slots(draw.buffers["state_pool"].original(), kw["state_pool"], {slot for slot in slots if slot >= 0})
+    return changed_slots(draw.buffers["state_pool"].original(), kw["state_pool"], {slot for slot in slots if slot is not None})
 
 
 def _wrong_checkpoints(call: Prefill, inputs: dict[str, Tensor], limit: float) -> str | None:
     kw, s = call.keywords, call.shape
     if "checkpoint_states" not in kw:
         return None
-    fuzz, every, row = fuzz_of(call.family), kw["checkpoint_every"], 0
-    tokens = FAMILIES[call.family].token_inputs
-    lens = s.lens or (s.T,) * s.N
-    for n, (b, start, end) in enumerate(
-        sequences(s.B, s.T, None if s.lens is None else torch.tensor([0, *itertools.accumulate(lens)]))
-    ):
-        for until in range(start + every, end + 1, every):
-            part = {name: x[b : b + 1, start:until] if name in tokens else x for name, x in inputs.items()}
-            if "initial_state" in part:
-                part["initial_state"] = part["initial_state"][n : n + 1]
-            _, want = fuzz.definition(**part, **call.switches)
-            wrong = error_of(f"checkpoint {row}", kw["checkpoint_states"][row], want[0], limit + BF16_ROUNDING)
-            if wrong:
-                return wrong
-            row += 1
-    rest = kw["checkpoint_states"][row:]
-    return None if bool(rest.isnan().all()) else "rows of checkpoint_states behind the last were written"
+    fuzz, tokens = fuzz_of(call.family), FAMILIES[call.family].token_inputs
+    cu_seqlens = None if s.lens is None else torch.tensor([0, *itertools.accumulate(s.lens)])
+    spans = sequences(s.B, s.T, cu_seqlens)
+    written = _checkpoints(kw, [end - start for _, start, end in spans])
+    for row, (n, length) in written.items():
+        b, start, _ = spans[n]
+        part = {name: x[b : b + 1, start : start + length] if name in tokens else x for name, x in inputs.items()}
+        if "initial_state" in part:
+            part["initial_state"] = part["initial_state"][n : n + 1]
+        _, want = fuzz.definition(**part, **call.switches)
+        wrong = error_of(f"checkpoint {row}", kw["checkpoint_states"][row], want[0], limit + BF16_ROUNDING)
+        if wrong:
+            return wrong
+    others = [row for row in range(kw["checkpoint_states"].shape[0]) if row not in written]
+    return (
+        None
+        if bool(kw["checkpoint_states"][others].isnan().all())
+        else "rows of checkpoint_states were written that no state is for"
+    )
+
+
+def _checkpoints(kw: dict[str, Any], lengths: list[int]) -> dict[int, tuple[int, int]]:
+    """Which rows are written, and with the state of which sequence behind how many tokens."""
+    if "checkpoint_offsets" in kw:
+        return {n: (n, offset) for n, offset in enumerate(kw["checkpoint_offsets"].tolist()) if offset}
+    every = kw["checkpoint_every"]
+    return dict(enumerate((n, end) for n, length in enumerate(lengths) for end in range(every, length + 1, every)))
 
 
 def _wrong_gradients(

@@ -37,6 +37,7 @@ class GdnKeywords(TypedDict, total=False):
     checkpoint_states: Tensor | None
     checkpoint_offsets: Tensor | None
     out: Tensor | None
+    batch_invariant: bool
     disable_recompute: bool
     device: torch.device | str | None
     backend: str
@@ -93,6 +94,7 @@ def cula_gdn(
     checkpoint_states: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
     disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
@@ -127,6 +129,8 @@ def cula_gdn(
         initial_state_indices, has_initial_state, null_index: as in `cula_kda`.
         checkpoint_every, checkpoint_states, checkpoint_offsets: states inside of a prompt, as in `cula_kda`.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
+        batch_invariant: give a sequence the same bits alone and in any batch or pack, at the cost of schedules that fill the
+            GPU less well; `CULA_BATCH_INVARIANT=1` asks for it in every call.
         disable_recompute: keep the chunk states for the backward instead of making them again.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
@@ -152,6 +156,6 @@ def cula_gdn(
     options = (
         scale, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         output_final_state, return_intermediate_states, disable_recompute,
-        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index),
+        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index), batch_invariant,
     )  # fmt: skip
     return call_prefill(FAMILY, tensors, options, checkpoint_every, device, backend, kwargs)

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.core.checks import POOL_DTYPES
 from cula.core.constants import CHUNK, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
-from cula.core.decode import decode
-from cula.core.fla import own_states, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -192,7 +190,7 @@ def fused_recurrent_gated_delta_rule(
         return o.to(io_dtype), swap_layout(final_state, state_v_first)
     rows = GdnDecodeInputs(q, k, v, initial_state, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)  # type: ignore[arg-type]
     options = DecodeOptions(state_is_kv=not state_v_first, **switches)
-    o, final_state = _decode(rows, options, output_final_state, backend, who)
+    o, final_state = decode_few(FAMILY, rows, options, output_final_state, backend, who)
     return o.to(io_dtype), final_state
 
 
@@ -206,21 +204,3 @@ def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
         return q, k, v
     widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(widest), k.to(widest), v.to(widest)
-
-
-def _decode(
-    rows: GdnDecodeInputs, options: DecodeOptions, output_final_state: bool, backend: str, who: str
-) -> tuple[Tensor, Tensor | None]:
-    """Few tokens from states that stay as they are. One token's new states are written where they are returned; those of several
-    are made in a copy."""
-    q, v, h0 = rows.q, rows.v, rows.state
-    if h0 is not None and (q.shape[1] == 1 or not output_final_state):
-        h0 = (h0 if h0.dtype in POOL_DTYPES else h0.float()).contiguous()
-        after = torch.empty_like(h0, dtype=torch.float32).unsqueeze(1) if output_final_state else None
-        o, _ = decode(
-            FAMILY, rows._replace(state=h0, intermediate_states=after), options._replace(commit=False), backend=backend, who=who
-        )  # fmt: skip
-        return o, None if after is None else after[:, 0]
-    rows = rows._replace(state=own_states(q, v, h0, not options.state_is_kv))
-    o, states = decode(FAMILY, rows, options, backend=backend, who=who)
-    return o, states if output_final_state else None

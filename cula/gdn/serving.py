@@ -10,11 +10,12 @@ from torch import Tensor
 from cula.core import checks
 from cula.core.constants import SOFTPLUS_THRESHOLD
 from cula.core.decode import decode
+from cula.core.family import Family
 from cula.core.problem import DecodeOptions
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnDecodeInputs
+from cula.kda.family import FAMILY as KDA
 from cula.kda.serving import check_softplus, one_token_each, split_packed
-from cula.kda.serving import fused_sigmoid_gating_delta_rule_update as kda_update
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -115,7 +116,7 @@ def fused_sigmoid_gating_delta_rule_update(
             padding: negative ones, and for vLLM slot 0 too (`null_index` says otherwise).
         cu_seqlens: offsets `[N + 1]`: of rows of 0 to 8 tokens for vLLM and for SGLang's verification, and for SGLang's decode
             of one token each.
-        is_kda, lower_bound: gates a channel are `cula.kda`'s, and so are their bounds.
+        is_kda: `a` has HV * K gates a token, one a channel, and dt_bias as many; `lower_bound` is theirs.
         disable_state_update: verify without writing the pool.
         intermediate_states_buffer: `[rows, steps, HV, V, K]`, takes the state after each token.
         intermediate_state_indices: `[N]` rows of that buffer.
@@ -141,43 +142,43 @@ def fused_sigmoid_gating_delta_rule_update(
         raise NotImplementedError(f"{who}: retrieve_parent_token= (a tree of drafts) is not served; drafts are chains")
     if not inplace_final_state:
         raise NotImplementedError(f"{who}: inplace_final_state=False is not served; the pool is updated in place")
-    if is_kda:
-        more = {"intermediate_states_buffer": intermediate_states_buffer, "num_accepted_tokens": num_accepted_tokens}
-        asked = [name for name, t in more.items() if t is not None]
-        if asked or is_vllm or lower_bound is not None or disable_state_update or initial_state_indices is None:
-            raise NotImplementedError(
-                f"{who}: is_kda=True is served in SGLang's form without drafts; cula.kda.kda_decode and cula.cula_decode do more"
-            )
-        return kda_update(
-            A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices,
-            scale, use_qk_l2norm_in_kernel, cu_seqlens, True, out,
-        )  # fmt: skip
-    if lower_bound is not None:
+    if lower_bound is not None and not is_kda:
         raise ValueError(f"{who}: lower_bound= is of gates a channel, is_kda=True; the gate of the gated delta rule has no bound")
     is_draft = is_vllm or disable_state_update or intermediate_states_buffer is not None
     if cu_seqlens is not None and not is_draft and initial_state_indices is not None:
         initial_state_indices, cu_seqlens = one_token_each(initial_state_indices, cu_seqlens, who), None
+    gates = (*v.shape[:3], q.shape[-1]) if is_kda else v.shape[:3]
     x = GdnDecodeInputs(
-        q, k, v, initial_state_source, initial_state_indices, a.reshape(v.shape[:3]), b.reshape(v.shape[:3]), A_log.reshape(-1),
+        q, k, v, initial_state_source, initial_state_indices, a.reshape(gates), b.reshape(v.shape[:3]), A_log.reshape(-1),
         dt_bias, num_accepted_tokens, intermediate_states_buffer, intermediate_state_indices,
         cu_seqlens, out,
     )  # fmt: skip
     null_index = null_index or ("nonpositive" if is_vllm else "negative")
-    o, pool = _decode(who, x, scale, use_qk_l2norm_in_kernel, null_index, not disable_state_update, backend)
+    family, commit = KDA if is_kda else FAMILY, not disable_state_update
+    o, pool = _decode(who, x, scale, use_qk_l2norm_in_kernel, null_index, commit, backend, family, lower_bound)
     return (o, pool) if is_vllm else o
 
 
 def _decode(
-    who: str, x: GdnDecodeInputs, scale: float | None, use_norm: bool, null_index: str, commit: bool = True, backend: str = "auto"
+    who: str,
+    x: GdnDecodeInputs,
+    scale: float | None,
+    use_norm: bool,
+    null_index: str,
+    commit: bool = True,
+    backend: str = "auto",
+    family: Family = FAMILY,
+    lower_bound: float | None = None,
 ) -> Any:
     """With raw gates and raw beta logits, as all of these callers have them."""
     checks.check_choice(who, "null_index", null_index, ("negative", "nonpositive"))
     options = DecodeOptions(
         scale=scale,
+        lower_bound=lower_bound,
         use_gate_in_kernel=True,
         use_qk_l2norm_in_kernel=use_norm,
         use_beta_sigmoid_in_kernel=True,
         null_is_nonpositive=null_index == "nonpositive",
         commit=commit,
     )
-    return decode(FAMILY, x, options, backend=backend, who=who)
+    return decode(family, x, options, backend=backend, who=who)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,15 @@ class Changes:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+    @contextlib.contextmanager
+    def or_none(self) -> Iterator[None]:
+        """All changes that are made inside, or none: an error undoes them."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def on_import(self, wanted: Callable[[str], Any], patch: Callable[[ModuleType], None]) -> None:
         """Call `patch` with each module whose name is `wanted`: at once if it is imported, otherwise when it is, until `undo`."""

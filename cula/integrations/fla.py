@@ -53,19 +53,17 @@ def register(*, cpu_modules: bool = False) -> list[str]:
         raise NotImplementedError("cula.integrations.fla: cpu_modules needs flash-linear-attention 0.6 or newer")
     done = []
     if not _changes:
-        try:
+        with _changes.or_none():
             for served in SERVED:
                 _serve(served, base, register_with_06)
                 done.append(f"{served.module}.{served.name}")
-        except BaseException:
-            _changes.undo()
-            raise
         _backend_class(base).active = True
         _changes.on_undo(lambda: setattr(_backend_class(base), "active", False))
     if cpu_modules and not _cpu_changes:
         from cula.integrations import fla_cpu
 
-        done += fla_cpu.register(_cpu_changes)
+        with _cpu_changes.or_none():
+            done += fla_cpu.register(_cpu_changes)
     if done:
         logger.info("cula.integrations.fla: FLA asks cuLA first for %s", ", ".join(done))
     return done
@@ -126,8 +124,8 @@ def _why_not_recurrent_kda(a: Arguments) -> str | None:
 def _why_not_recurrent_gdn(a: Arguments) -> str | None:
     if a.get("gv") is not None:
         return "gv (one decay a value channel) is not served"
-    if (a.get("g") is None) == (a.get("gk") is None):
-        return "exactly one of g and gk is served"
+    if a.get("gk") is not None and a.get("A_log") is not None:
+        return "gk beside a gate that the kernel makes is not served"
     return _shared_objection(a)
 
 

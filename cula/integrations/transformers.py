@@ -51,7 +51,8 @@ def patch() -> list[str]:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("cula.integrations.transformers needs transformers: pip install transformers", name="transformers")
     done: list[str] = []
-    _changes.on_import(MODELING.fullmatch, lambda module: done.extend(_patch_module(module)))
+    with _changes.or_none():
+        _changes.on_import(MODELING.fullmatch, lambda module: done.extend(_patch_module(module)))
     return list(done)
 
 
@@ -202,7 +203,7 @@ def _same_name(theirs: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return ours(*args, **kwargs)
 
-    return functools.wraps(ours if theirs is None else theirs)(call) if callable(theirs) else call
+    return functools.wraps(theirs)(call) if callable(theirs) else call
 
 
 class ChunkLayer(nn.Module):

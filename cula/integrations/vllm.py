@@ -39,7 +39,8 @@ def register() -> None:
     """What vLLM calls at its start."""
     if _changes or not settings.vllm_uses_cula():
         return
-    _changes.on_import(PATCHES.__contains__, lambda module: _patch(module))
+    with _changes.or_none():
+        _changes.on_import(PATCHES.__contains__, lambda module: _patch(module))
 
 
 def unregister() -> None:
@@ -118,14 +119,12 @@ def _gdn_prefill(
 ) -> tuple[Tensor, Tensor | None]:
     """Log decays and ready beta; states `[N, HV, V, K]` in any dtype. `core_attn_out` takes o in its first elements."""
     count("vllm.gdn.prefill")
+    out = None if core_attn_out is None else core_attn_out.view(-1)[: v.numel()].view(v.shape)
     with torch.no_grad():
-        o, final_state = cula_gdn(
+        return cula_gdn(
             q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=out,
         )  # fmt: skip
-        if core_attn_out is not None:
-            core_attn_out.view(-1)[: o.numel()].copy_(o.reshape(-1))
-    return o, final_state
 
 
 def _gdn_packed_decode(theirs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ class KdaKeywords(TypedDict, total=False):
     checkpoint_states: Tensor | None
     checkpoint_offsets: Tensor | None
     out: Tensor | None
+    batch_invariant: bool
     backend: str
     cp_context: Any
 
@@ -104,6 +105,7 @@ def cula_kda(
     checkpoint_states: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
     cp_context: Any = None,
     **kwargs: Any,
@@ -149,6 +151,8 @@ def cula_kda(
         checkpoint_offsets: `[N]` int32, instead of `checkpoint_every`: row n of `checkpoint_states` takes the state after
             so many tokens of sequence n, a multiple of 64; 0 leaves the row as it is.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
+        batch_invariant: give a sequence the same bits alone and in any batch or pack, at the cost of schedules that fill the
+            GPU less well; `CULA_BATCH_INVARIANT=1` asks for it in every call.
         backend: force a backend by name; "auto" takes the best that can.
         cp_context: flash-linear-attention's context-parallel context; deprecated, use `cula.dist.cula_kda_cp`.
         **kwargs: options of the chosen backend; any other keyword is a TypeError.
@@ -172,7 +176,7 @@ def cula_kda(
     options = (
         scale, lower_bound, use_gate_in_kernel, safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         output_final_state, return_intermediate_states, disable_recompute,
-        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index),
+        null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index), batch_invariant,
     )  # fmt: skip
     if cp_context is not None:
         x, serving = KdaInputs(*tensors[:9]), Serving(*tensors[9:])

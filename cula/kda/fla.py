@@ -15,7 +15,7 @@ from torch import Tensor
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
-from cula.core.fla import own_states, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -94,7 +94,7 @@ def chunk_kda(
     )
     if cp_context is not None:
         x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
-        return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, "auto", {}, who)
+        return from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
     x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
     o, final_state, *states = prefill(FAMILY, x, options, backend=backend, who=who)
     final_state = swap_layout(final_state, state_v_first)
@@ -174,10 +174,9 @@ def fused_recurrent_kda(
         x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
         o, final_state = prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
         return o, swap_layout(final_state, state_v_first)
-    pool = initial_state if inplace_final_state else own_states(q, v, initial_state, state_v_first)
-    assert pool is not None
     rows = KdaDecodeInputs(
-        q, k, v, pool, ssm_state_indices, g, beta, A_log, dt_bias, num_accepted_tokens=num_accepted_tokens, out=out
+        q, k, v, initial_state, ssm_state_indices, g, beta, A_log, dt_bias,  # type: ignore[arg-type]
+        num_accepted_tokens=num_accepted_tokens, out=out,
     )  # fmt: skip
     of_decode = DecodeOptions(
         scale=scale,
@@ -188,8 +187,9 @@ def fused_recurrent_kda(
         allow_neg_eigval=allow_neg_eigval,
         state_is_kv=not state_v_first,
     )
-    o, pool = decode(FAMILY, rows, of_decode, backend=backend, who=who)
-    return o, pool if output_final_state or inplace_final_state else None
+    if inplace_final_state:
+        return decode(FAMILY, rows, of_decode, backend=backend, who=who)
+    return decode_few(FAMILY, rows, of_decode, output_final_state, backend, who)
 
 
 def _deep_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:

@@ -58,6 +58,7 @@ class KdaOptions(NamedTuple):
     return_intermediate_states: bool = False
     disable_recompute: bool = False
     null_is_nonpositive: bool = False  # `null_index="nonpositive"`
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

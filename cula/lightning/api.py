@@ -31,6 +31,7 @@ def cula_lightning(
     has_initial_state: Tensor | None = None,
     null_index: Literal["negative", "nonpositive"] = "negative",
     out: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,6 +57,8 @@ def cula_lightning(
         has_initial_state: `[N]` bool; False starts from zero and still writes the slot.
         null_index: "negative", or "nonpositive" where index 0 is null too.
         out: `[B, T, HV, V]` tensor that takes o (inference only).
+        batch_invariant: give a sequence the same bits alone and in any batch or pack, at the cost of schedules that fill the
+            GPU less well; `CULA_BATCH_INVARIANT=1` asks for it in every call.
         backend: force a backend by name; "auto" takes the best that can.
         **kwargs: options of the chosen backend; any other keyword is a TypeError.
 
@@ -75,4 +78,5 @@ def cula_lightning(
         out, state_pool, initial_state_indices, has_initial_state, None, None,  # Serving
     )  # fmt: skip
     is_null = null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index)
-    return call_prefill(FAMILY, tensors, (scale, chunk_size, output_final_state, is_null), None, device, backend, kwargs)
+    options = (scale, chunk_size, output_final_state, is_null, batch_invariant)
+    return call_prefill(FAMILY, tensors, options, None, device, backend, kwargs)

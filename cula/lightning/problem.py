@@ -35,6 +35,7 @@ class LightningOptions(NamedTuple):
     chunk_size: int = CHUNK
     output_final_state: bool = False
     null_is_nonpositive: bool = False  # `null_index="nonpositive"`
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

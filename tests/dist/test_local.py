@@ -144,6 +144,7 @@ def test_tp_shares_pools_and_outputs_as_views():
         ({"initial_state": torch.zeros(1, 2, 12, 16).double()}, TypeError, "float32"),
         ({"state_pool": torch.zeros(1)}, NotImplementedError, "state_pool= is not available over ranks"),
         ({"return_intermediate_states": True}, NotImplementedError, "return_intermediate_states"),
+        ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not available over ranks"),
         ({"use_gates": True}, TypeError, "unknown keyword argument 'use_gates'"),
         ({"device": "cuda"}, ValueError, "device='cuda'"),
         ({"safe_gate": True, "use_gate_in_kernel": True}, ValueError, "lower_bound"),

@@ -7,7 +7,7 @@ import torch
 from cula import reference
 from cula.gdn import fused_sigmoid_gating_delta_rule_update, gdn_packed_decode
 from cula.reference import relative_error
-from tests.support.calls import GdnCall
+from tests.support.calls import GdnCall, KdaCall
 
 N, H, HV, K, V = 3, 2, 4, 32, 16
 CALL = GdnCall(T=1, B=N, H=H, HV=HV, K=K, V=V, gate="softplus", norm=True, beta="sigmoid", parameter_dtype=torch.bfloat16)
@@ -85,6 +85,24 @@ def test_vllms_speculative_decode_of_ragged_rows():
     )  # fmt: skip
     assert state is pool
     assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
+
+
+@pytest.mark.parametrize("lower_bound", [None, -4.0])
+def test_gates_a_channel_are_verified_too(lower_bound):
+    """SGLang's function of KDA's models is the same one: drafts, rows of a buffer, and a bounded gate."""
+    call = KdaCall(lens=(2, 3, 1), H=H, HV=HV, K=K, V=V, gate="softplus", norm=True, beta="sigmoid")
+    t, pool, slots = call.tensors(), torch.randn(5, HV, V, K), torch.tensor([4, 0, 2], dtype=torch.int32)
+    buffer, rows = torch.randn(6, 4, HV, V, K), torch.tensor([5, 0, 2], dtype=torch.int32)
+    more = {"cu_seqlens": t["cu_seqlens"], "intermediate_state_indices": rows, "null_index": "nonpositive"}
+    own = {n: x for n, x in t.items() if n not in ("initial_state", "cu_seqlens")}
+    switches = call.switches() | {"lower_bound": lower_bound}
+    want_o, want_pool, want_kept = reference.decode(
+        **own, **switches, state=pool, state_indices=slots, intermediate_states=buffer, commit=False, **more
+    )  # fmt: skip
+    drafts = {"disable_state_update": True, "intermediate_states_buffer": buffer, "backend": "torch"}
+    o = update(t | {"g": t["g"].flatten(2)}, pool, slots, is_kda=True, lower_bound=lower_bound, **drafts, **more)
+    assert relative_error(o, want_o) < 1e-5 and torch.equal(pool.double(), want_pool)
+    assert relative_error(buffer, want_kept) < 1e-5
 
 
 def test_what_is_not_served_says_so():

@@ -173,7 +173,7 @@ def test_what_a_gpu_kernel_cannot_hold_is_declined():
     ("module", "name", "change", "reason"),
     [
         ("gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule_fwd", {"gv": 1}, "gv"),
-        ("gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule_fwd", {"gk": 1, "g": 1}, "exactly one of"),
+        ("gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule_fwd", {"gk": 1, "A_log": 1}, "gk beside"),
         ("simple_gla.chunk", "ChunkSimpleGLAFunction", {"g": 1}, "decays depend on data"),
         ("simple_gla.fused_recurrent", "fused_recurrent", {"reverse": True}, "reverse=True"),
     ],
@@ -254,6 +254,19 @@ def test_flas_gates_a_channel_in_the_gated_delta_rule():
     )
     want, want_state = reference.kda(**t)
     assert relative_error(o, want) < 1e-5 and relative_error(state.transpose(-1, -2), want_state) < 1e-5
+    assert CALLS == {"fla.fused_recurrent_gated_delta_rule_fwd": 1}
+
+
+@pytest.mark.parametrize("names", [(), ("g",), ("g", "gk")])
+def test_flas_gates_of_both_kinds_or_none(names):
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    t = KdaCall(T=5, initial_state=False).tensors()
+    gates = {"g": -torch.rand(1, 5, 2), "gk": t["g"]}
+    log_decay = sum((gates[n] if n == "gk" else gates[n][..., None] for n in names), torch.zeros_like(t["g"]))
+    tokens = {n: t[n] for n in ("q", "k", "v", "beta")}
+    o, _ = fused_recurrent_gated_delta_rule(**tokens, **{n: gates[n] for n in names})
+    assert relative_error(o, reference.kda(**tokens, g=log_decay)[0]) < 1e-5
     assert CALLS == {"fla.fused_recurrent_gated_delta_rule_fwd": 1}
 
 

@@ -168,6 +168,18 @@ def test_patch_before_a_modeling_file_is_imported(monkeypatch):
     assert sys.meta_path == finders
 
 
+def test_a_patch_that_fails_leaves_nothing(monkeypatch):
+    modeling("kimi-linear")
+    finders = list(sys.meta_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(cula_hf, "_same_name", lambda theirs, ours: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cula_hf.patch()
+    assert not cula_hf.is_patched() and sys.meta_path == finders
+    assert cula_hf.patch()
+    cula_hf.unpatch()
+
+
 def test_unpatch_restores():
     module = modeling("kimi-linear")
     before = module.chunk_kimi_delta_attention, modeling("minimax").MiniMaxLightningAttention.forward

@@ -96,7 +96,7 @@ def test_a_recurrent_call_of_few_tokens_is_a_decode(T, monkeypatch):
     want_o, want_state = reference.kda(**t, **call.switches())
     before = t["initial_state"].clone()
     taken = []
-    monkeypatch.setattr("cula.kda.fla.decode", lambda *a, **kw: taken.append(1) or decode(*a, **kw))
+    monkeypatch.setattr("cula.core.fla.decode", lambda *a, **kw: taken.append(1) or decode(*a, **kw))
     o, state = fused_recurrent_kda(**t, **call.switches(), output_final_state=True, state_v_first=True)
     assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5
     assert torch.equal(t["initial_state"], before) and bool(taken) == (T <= 8)
@@ -156,3 +156,11 @@ def test_named_hardware_that_is_missing_is_a_clear_error():
         kda_prefill_hopper(q, q, q, q, q[..., 0])
     with pytest.raises(RuntimeError, match=r"needs a Blackwell GPU.*this is cpu"):
         kda_prefill_blackwell(q, q, q, q, q[..., 0])
+
+
+def test_a_context_goes_to_the_backend_that_is_named(monkeypatch):
+    taken = []
+    monkeypatch.setattr("cula.kda.fla.from_cp_context", lambda *args: taken.append(args))
+    q = torch.zeros(1, 4, 1, 8)
+    chunk_kda(q, q, q, q, q[..., 0], cp_context=object(), backend="triton")
+    assert "triton" in taken[0]

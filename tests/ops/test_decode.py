@@ -295,3 +295,27 @@ def test_ragged_rows_equal_their_definition(backend, device, mode, keeps):
     assert relative_error(pool, want_pool) < TOLERANCE[call.dtype]
     if keeps == "buffer":
         assert relative_error(common["intermediate_states"], want_kept) < TOLERANCE[call.dtype]
+
+
+def test_one_token_of_several_ragged_rows(backend, device):
+    """As many heads as the rows have tokens in all."""
+    gen = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 1, 2, 16, generator=gen).to(device) for _ in range(3))
+    offsets, decay = torch.tensor([0, 0, 1, 1], device=device), torch.tensor([0.1, 0.5], device=device)
+    pool = torch.randn(3, 2, 16, 16, generator=gen).to(device)
+    given = {"mode": "lightning", "decay": decay, "cu_seqlens": offsets}
+    want_o, want_pool, _ = reference.decode(q, k, v, pool, **given)
+    o, _ = cula.cula_decode(q, k, v, pool, **given, backend=backend)
+    assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["kda", "gdn", "lightning"])
+def test_a_call_of_no_rows_does_nothing(backend, device, mode):
+    """An engine's rank that has no requests at the moment."""
+    pool = torch.randn(3, 2, 32, 16, device=device)
+    before = pool.clone()
+    qk, v = torch.empty(0, 1, 2, 16, device=device), torch.empty(0, 1, 2, 32, device=device)
+    own = {"decay": torch.ones(2, device=device)} if mode == "lightning" else {"g": v[..., 0], "beta": v[..., 0]}
+    slots = torch.empty(0, dtype=torch.int32, device=device)
+    o, _ = cula.cula_decode(qk, qk, v, pool, mode=mode, **own, state_indices=slots, backend=backend)
+    assert o.shape == v.shape and torch.equal(pool, before)

@@ -241,3 +241,16 @@ def test_no_tokens_at_all(backend, device):
     o, final_state = run(call, backend, device, tensors)
     assert o.shape == (1, 0, call.HV, call.V)
     assert torch.equal(final_state, tensors["initial_state"])
+
+
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 70)])
+def test_a_batch_without_tokens_or_rows_on_a_pool(backend, device, B, T):
+    """Nothing to do, also for a pool; states at chunk starts have the shape that B and T say."""
+    call = KdaCall(B=B, T=T, initial_state=False)
+    pool = torch.randn(3, call.HV, call.V, call.K, device=device)
+    before = pool.clone()
+    of_pool = {"state_pool": pool, "initial_state_indices": torch.arange(B, device=device)}
+    tensors = {name: t for name, t in call.tensors(device).items() if t is not None}
+    o, _, h = cula.cula_kda(**tensors, **of_pool, return_intermediate_states=True, backend=backend)
+    assert o.shape == (B, T, call.HV, call.V) and h.shape == (B, -(-T // 64), call.HV, call.V, call.K)
+    assert torch.equal(pool, before)

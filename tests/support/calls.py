@@ -138,6 +138,7 @@ class LightningCall:
             out["cu_seqlens"] = torch.tensor([0, *self.lens]).cumsum(0).to(torch.int32)
         return {name: None if t is None else t.to(device) for name, t in out.items()}
 
+    with_ = KdaCall.with_
     __str__ = KdaCall.__str__
 
 

@@ -95,6 +95,8 @@ def variant(problem: DecodeProblem) -> str:
     shape = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
     if of_kda and not is_f32 and T in TALL_TOKENS and p.N * p.HV in TALL_STATES:
         shape = "_tall"
+    if p.options.batch_invariant:  # one shape for any number of rows
+        shape = ""
     return f"decode_{T}_{SHORT[p.pool_dtype]}{shape}" + ("" if of_kda else "_lightning")
 
 

@@ -39,9 +39,12 @@ class Schedule(NamedTuple):
 
 def schedule(problem: GdnProblem, num_sms: int) -> Schedule:
     """The schedule of a call on a GPU with so many SMs: whole states where heads fill it, otherwise as many pieces as there are
-    SMs for, and as are worth a step of the chain between them."""
+    SMs for, and as are worth a step of the chain between them. Batch-invariant calls have the same kernel for any number of
+    heads, and sequences in one piece."""
     p = problem
     heads = p.N * p.HV
+    if p.options.batch_invariant:
+        return Schedule(blocks=min(heads, num_sms)) if p.options.use_qk_l2norm_in_kernel else Schedule(blocks=0, pieces=1)
     if p.options.use_qk_l2norm_in_kernel and -(-heads // num_sms) * WHOLE_US <= -(-heads // (num_sms // 2)) * HALF_US:
         return Schedule(blocks=min(heads, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike

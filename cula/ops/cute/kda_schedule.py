@@ -58,11 +58,15 @@ def schedule(problem: KdaProblem, num_sms: int) -> Schedule:
 
     Split each sequence so that every SM gets one segment. A segment has a minimum length, because it re-runs up to four chunks to
     rebuild its initial state, and looks at the decay of all the others. If gates decay too slowly for that, segments chain
-    transitions instead; Hopper then uses fewer, longer ones (`chained_segment`).
+    transitions instead; Hopper then uses fewer, longer ones (`chained_segment`). Batch-invariant calls have segments of one
+    length, whatever their sequences are.
     """
     p = problem
     if why_split(p, num_sms) is None:
         return fused(clusters_for(p, num_sms))
+    if p.options.batch_invariant:
+        of_one = schedule(p.alone(), num_sms)
+        return split_into(p, of_one.per_segment, num_sms, of_one.per_chained_segment)._replace(helpers=0)
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     sms_each = num_sms // (p.N * p.HV)  # for a head of a sequence
     shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
@@ -107,7 +111,7 @@ def fused(clusters: int) -> Schedule:
 
 def why_split(problem: KdaProblem, num_sms: int) -> str | None:
     """Why a call does not go to the fused kernel, as a sentence; None if it does."""
-    p = problem
+    p = problem.alone() if problem.options.batch_invariant else problem
     arch = arch_of(p.sm)
     if not arch.kda.has_fused:
         return f"{arch.title} has no fused kernel"

@@ -38,8 +38,12 @@ MIN_SEGMENT_CHUNKS = 4
 
 
 def choose_schedule(problem: LightningProblem, num_sms: int) -> Schedule:
-    """The cheapest kernel and number of segments, by the times above and sizes the host knows."""
+    """The cheapest kernel and number of segments, by the times above and sizes the host knows. Batch-invariant calls have the
+    kernel and the length of segments that one sequence alone would have."""
     p = problem
+    if p.options.batch_invariant:
+        of_one = choose_schedule(p.alone(), num_sms)
+        return split_into(p, of_one.kernel, of_one.segment, num_sms)
     # Packed lengths are not known here: as if all were alike.
     chunks = max(1, -(-(p.T // max(1, p.N) if p.is_packed else p.T) // CHUNK))
     kernel, per_seq = _cheapest(p.N, p.HV, p.K, p.V, chunks, num_sms)
@@ -61,16 +65,20 @@ def _cheapest(N: int, HV: int, K: int, V: int, chunks: int, num_sms: int) -> tup
 
 def make_schedule(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Schedule:
     """The schedule of a kernel with about `per_seq` segments to a sequence."""
-    N, T = problem.N, problem.T
-    blocks_of_v = 2 if kernel == "d128_half" else 1
+    # Packed: a length that splits a sequence of the mean length so; a longer one is split into more.
+    tokens = problem.T // problem.N if problem.is_packed else problem.T
+    return split_into(problem, kernel, 0 if per_seq == 1 else -(-tokens // (per_seq * CHUNK)) * CHUNK, num_sms)
+
+
+def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: int) -> Schedule:
+    """The schedule of a kernel with segments of so many tokens, or 0 for whole sequences."""
+    N, T, per_seq = problem.N, problem.T, 1
     if problem.is_packed:
-        # A length that splits a sequence of the mean length so; a longer one is split into more.
-        segment = 0 if per_seq == 1 else -(-(T // N) // (per_seq * CHUNK)) * CHUNK
-        num_ids, per_seq = (T // segment + N if segment else N), 1
+        num_ids = T // segment + N if segment else N
     else:
-        segment = 0 if per_seq == 1 else -(-T // (per_seq * CHUNK)) * CHUNK
         per_seq = -(-T // segment) if segment else 1
         num_ids = N * per_seq
+    blocks_of_v = 2 if kernel == "d128_half" else 1
     return Schedule(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
 
 

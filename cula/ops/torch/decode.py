@@ -32,7 +32,7 @@ def decode_rows(problem: DecodeProblem, x: Any, q: Tensor, k: Tensor, decay: Ten
         beta: [N, T, HV, 1] float32, or None.
     """
     p, o = problem, torch.empty_like(x.v, dtype=torch.float32, memory_format=torch.contiguous_format)
-    is_read_back = o.device.type == "cpu" or p.is_ragged
+    is_read_back = o.device.type == "cpu" or p.is_ragged or p.options.batch_invariant
     (_row_by_row if is_read_back else _all_rows)(p, x, Tokens(q, k, x.v.float(), decay, beta, o))
     return o.to(x.q.dtype) if x.out is None else x.out.copy_(o)
 
@@ -73,7 +73,8 @@ class Tokens(NamedTuple):
 def _row_by_row(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
     """On a CPU slots are at hand, so that a row works on its state where it lies: nothing is gathered or scattered."""
     opt = p.options
-    slots = [[n] for n in range(p.N)] if x.state_indices is None else x.state_indices.view(p.N, -1).tolist()
+    named: list[Any] = list(range(p.N)) if x.state_indices is None else x.state_indices.tolist()
+    slots = named if p.has_token_indices else [[slot] for slot in named]
     accepted = [0] * p.N if x.num_accepted_tokens is None else x.num_accepted_tokens.tolist()
     is_null = (lambda slot: slot <= 0) if opt.null_is_nonpositive else (lambda slot: slot < 0)
     states, kept = x.state, x.intermediate_states

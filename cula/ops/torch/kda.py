@@ -32,8 +32,10 @@ from cula.ops.torch import gate
 from cula.ops.torch.chunks import ChunkPlan, Slab
 from cula.ops.torch.decode import decode_rows, for_value_heads
 from cula.ops.torch.scores import Decays, Operands, choose_block, pair_scores, pair_scores_bwd
+from cula.ops.torch.sequences import bwd_of_each, fwd_of_each
 
 
+@fwd_of_each
 def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> Forward:
     """See `cula/core/kernels.py`."""
     p = problem
@@ -62,7 +64,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
     h = None
     if p.options.return_intermediate_states:
         assert states is not None
-        h = states[plan.chunk_order].float().unflatten(0, (p.B, -1)) if plan.num_chunks else states.unsqueeze(0).float()
+        h = p.by_row(states[plan.chunk_order].float())
     return Forward(
         o,
         plan.by_sequence(states_now).float() if p.options.output_final_state else None,
@@ -89,6 +91,7 @@ def kda_transition(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
     return maps[..., : p.K, :].contiguous(), maps[..., p.K :, :].contiguous()
 
 
+@bwd_of_each
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """See `cula/core/kernels.py`. All but the states is made again, slab by slab.
 

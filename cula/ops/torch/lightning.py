@@ -22,8 +22,10 @@ from cula.core.problem import DecodeProblem
 from cula.lightning.problem import LightningDecodeInputs, LightningInputs, LightningProblem
 from cula.ops.torch.chunks import ChunkPlan, Slab
 from cula.ops.torch.decode import decode_rows, for_value_heads
+from cula.ops.torch.sequences import bwd_of_each, fwd_of_each
 
 
+@fwd_of_each
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """See `cula/core/kernels.py`."""
     p = problem
@@ -39,6 +41,7 @@ def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | N
     return Forward(o, plan.by_sequence(states).float() if p.options.output_final_state else None)
 
 
+@bwd_of_each
 def lightning_bwd(
     problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -185,5 +188,5 @@ def lightning_decode(problem: DecodeProblem, x: LightningDecodeInputs) -> Tensor
     assert x.decay is not None
     p = problem
     q, k = (for_value_heads(t.float(), p.HV // p.H) for t in (x.q, x.k))
-    decay = (-x.decay).exp().view(p.HV, 1).expand(p.N, p.T, -1, -1)
+    decay = (-x.decay).exp().view(p.HV, 1).expand(*q.shape[:2], -1, -1)
     return decode_rows(problem, x, q, k, decay, None)

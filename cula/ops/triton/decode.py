@@ -65,7 +65,8 @@ def _tiles(problem: DecodeProblem, BK: int) -> tuple[int, int]:
     not have: cut, a token takes 33 shuffles a warp instead of 175 (read off the machine code). Taken during development.
     """
     if problem.options.state_is_kv:
-        BV, num_warps = (64, 4) if problem.N * problem.HV >= MANY_STATES else (32, 1)
+        is_many = problem.N * problem.HV >= MANY_STATES and not problem.options.batch_invariant
+        BV, num_warps = (64, 4) if is_many else (32, 1)
     else:
         BV, num_warps = max((1024 if problem.family == "lightning" else 2048) // BK, 4), 1
     return min(BV, 1 << (problem.V - 1).bit_length()), num_warps

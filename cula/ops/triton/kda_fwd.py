@@ -29,7 +29,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
         h, u = run.states(run.num_chunks, p.dtype), run.new((p.HV, p.B * p.T, p.V), p.dtype)
     if p.B * p.T == 0:
         copy_state(ht, x.initial_state)
-        return Forward(o, ht, _batched(h, p))
+        return Forward(o, ht, h if h is None else p.by_row(h))
     tiles = run.intra()
     segments = run.forward(tiles, o=o, ht=ht, h=h, u=u)
     saved: tuple[Tensor | None, ...] = ()
@@ -37,7 +37,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
         saved = (*tiles, h, u, *segments)
     elif p.needs_grad:
         saved = (None, None, None, *tiles[3:], None, None, *segments)
-    return Forward(o, ht, _batched(h, p) if options.return_intermediate_states else None, saved)
+    return Forward(o, ht, p.by_row(h) if h is not None and options.return_intermediate_states else None, saved)
 
 
 def record_kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> LaunchRecord | None:
@@ -84,7 +84,3 @@ def copy_state(out: Tensor | None, first: Tensor | None) -> None:
 def _count_chunks(cu_seqlens: Tensor) -> int:
     """Exactly, since it is the shape of a result. Waits for the GPU."""
     return int(((cu_seqlens.diff().cpu() + CHUNK - 1) // CHUNK).sum())
-
-
-def _batched(h: Tensor | None, p: KdaProblem) -> Tensor | None:
-    return None if h is None else h.view(p.B, -1, p.HV, p.V, p.K) if p.B else h.view(0, 0, p.HV, p.V, p.K)

@@ -68,7 +68,8 @@ class Tables(NamedTuple):
 def schedule_kda(p: KdaProblem, num_sms: int) -> Schedule:
     config = kda_config(p.dtype, p.K, p.V, p.sm, is_safe(p))
     NT = -(-p.T // CHUNK)
-    seg = kda_segment_chunks(p, num_sms, config.recurrence_fwd.BV) if p.T else 0
+    of_one = p.alone() if p.options.batch_invariant else p
+    seg = kda_segment_chunks(of_one, num_sms, config.recurrence_fwd.BV) if p.T else 0
     NS = -(-NT // seg) if seg else 1
     if p.is_packed:
         num_chunks, num_chains, NS = p.T // CHUNK + p.N, p.T // (seg * CHUNK) + p.N if seg else p.N, 1

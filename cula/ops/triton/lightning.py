@@ -103,8 +103,9 @@ def schedule_lightning(problem: LightningProblem, K: int, V: int, num_sms: int) 
     else:  # the operands of a 3xTF32 product sit in registers, three times over
         BT, BV, num_warps, max_stages = 16, 32, 8, 1
     heads = problem.HV * triton.cdiv(V, BV)  # programs of one segment
-    cut = _cut_packed if problem.is_packed and N > 1 else _cut_rows
-    length = cut(N, triton.cdiv(T, BT), heads, num_sms) * BT
+    like = problem.alone() if problem.options.batch_invariant else problem
+    cut = _cut_packed if like.is_packed and like.N > 1 else _cut_rows
+    length = cut(like.N, triton.cdiv(like.T, BT), heads, num_sms) * BT
     if not length:
         count = N
     else:

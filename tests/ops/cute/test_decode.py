@@ -346,6 +346,8 @@ def test_the_number_of_states_chooses_the_kernel(T):
         assert of_lightning == ["decode_8_bf16_lightning" if pool == BF16 else f"{name}_lightning" for name in wanted], (
             "in bfloat16 one kernel is for all numbers of tokens"
         )
+        invariant = [dataclasses.replace(c, options=c.options._replace(batch_invariant=True)) for c in calls]
+        assert len({decode.variant(call) for call in invariant}) == 1
 
 
 @pytest.fixture(params=["python", "c"])

@@ -252,6 +252,14 @@ def test_few_heads_are_cut_and_many_are_not():
     assert made().workspace_bytes(32) == 32 * 2 * 2 * (4 * 64 * D + 4) and made(HV=64).workspace_bytes(64) == 0
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_batch_invariant_sequence_is_one_piece(norm):
+    for change in ({"T": 64}, {"HV": 4, "H": 4}, {"B": 8, "N": 8}, {"N": 5, "T": 40000, "is_packed": True}):
+        options = GdnOptions(use_qk_l2norm_in_kernel=norm, batch_invariant=True)
+        made = schedule(dataclasses.replace(TABLE, **change, options=options), NUM_SMS)
+        assert made.kernel == ("whole" if norm else "half") and made.pieces <= 1
+
+
 def test_how_a_call_is_served_is_told():
     assert "2 pairs of blocks each" in how(TABLE, NUM_SMS)
     assert "no workspace" in how(dataclasses.replace(TABLE, HV=64), NUM_SMS)

@@ -184,6 +184,28 @@ def test_how_a_call_is_done_names_both_lengths_of_segments(monkeypatch):
         assert text in how(HOPPER, NUM_SMS)
 
 
+@pytest.mark.parametrize("HV", [4, 32, 64])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_batch_invariant_sequence_is_split_by_its_own_length(HV, norm):
+    """The same kernel and the same segments in calls of any size, with room for all of them; not so otherwise."""
+
+    def made(is_invariant):
+        options = HOPPER.options._replace(use_qk_l2norm_in_kernel=norm, batch_invariant=is_invariant)
+        shapes = [{"B": 1, "T": 500}, {"B": 1, "T": 8192}, {"B": 16, "T": 2048}, {"B": 1, "T": 40000, "is_packed": True}]
+        calls = [{"N": 5 if shape.get("is_packed") else shape["B"], **shape} for shape in shapes]
+        problems = [dataclasses.replace(HOPPER, H=HV, HV=HV, options=options, **call) for call in calls]
+        return [(p, schedule(p, NUM_SMS)) for p in problems]
+
+    invariant = made(True)
+    assert len({(s.is_fused, s.per_segment, s.per_chained_segment, s.helpers) for _, s in invariant}) == 1
+    assert invariant[0][1].is_fused == (norm and HV == 64)
+    assert (len({(s.is_fused, s.per_segment) for _, s in made(False)}) > 1) == (HV < 64 or not norm)
+    for p, s in invariant:
+        assert how(p, NUM_SMS).startswith("fused" if s.is_fused else "split")
+        if not s.is_fused and not p.is_packed:
+            assert s.segments == p.N * -(-p.T // (CHUNK * s.per_segment)) and s.has_transitions == (s.segments > p.N)
+
+
 def test_only_hopper_splits_chained_sequences_otherwise():
     assert schedule(HOPPER, NUM_SMS).per_chained_segment > schedule(HOPPER, NUM_SMS).per_segment
     blackwell = schedule(dataclasses.replace(HOPPER, sm=BLACKWELL_SM), NUM_SMS)

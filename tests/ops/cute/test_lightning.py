@@ -109,6 +109,17 @@ def test_few_long_sequences_are_split_and_many_are_not():
     assert not schedule(B=64, N=64, T=1024).segment
 
 
+def test_a_batch_invariant_sequence_is_split_by_its_own_length():
+    def made(is_invariant):
+        options = HOPPER.options._replace(batch_invariant=is_invariant)
+        calls = [{"B": 1, "N": 1, "T": 500}, {"B": 1, "N": 1, "T": 131072}, {"B": 16, "N": 16, "T": 2048}]
+        calls.append({"B": 1, "N": 5, "T": 40000, "is_packed": True})
+        problems = [dataclasses.replace(HOPPER, H=8, HV=8, options=options, **call) for call in calls]
+        return {(s.kernel, s.segment) for s in (choose_schedule(p, NUM_SMS) for p in problems)}
+
+    assert len(made(True)) == 1 and len(made(False)) > 1
+
+
 CASES = {
     "whole": dict(call=LightningCall(T=200, B=2)),
     "one token": dict(call=LightningCall(T=1)),
