@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode on the CuTe kernels, one token a row on states in bfloat16 or several: what they serve, which kernel, and the launch.
 
-`common/decode_frame.py` says what the kernels compute, `decode_abi.py` what they are given.
+`common/decode_frame.py` says what the kernels compute, `decode_abi.py` what they are given. The thresholds below are measured on
+Hopper; Blackwell takes the same, until somebody measures there.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 from cula.core.problem import DecodeProblem
 from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi
 from cula.ops.cute.launch import record
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.cute.toolchain.loader import load
 
-ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # Up to this many states, one a row and head, 16 lanes share a row of a float32 state instead of 8. A state then takes four blocks
 # instead of two, and there are multiprocessors for them. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
@@ -95,7 +96,7 @@ def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
         tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
     numbers = DECODE.pack_numbers(_numbers(problem, tensors))
     addresses = DECODE.pack_addresses({key: address(t) for key, t in tensors.items()})
-    load(name, ARCH)(*addresses, *numbers, stream_of(o.device))
+    load(name, target_of(problem.sm))(*addresses, *numbers, stream_of(o.device))
     if (written := tensors["o"]) is not o and written is not None:
         o.copy_(written)
     return o
@@ -111,7 +112,7 @@ def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | 
     fields = x._fields
     sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
     abi = decode_abi(problem.T, problem.has_scalar_gate)
-    launch = record(abi, load(variant(problem), ARCH), sources, _numbers(problem, tensors))
+    launch = record(abi, load(variant(problem), target_of(problem.sm)), sources, _numbers(problem, tensors))
     outputs = (form_of(o) if x.out is None else fields.index("out"), fields.index("state"))
     return LaunchRecord(o.device.index, (launch,), outputs)
 

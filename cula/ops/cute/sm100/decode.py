@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode on Blackwell: the kernels of `common/decode_frame.py`, which no architecture owns.
 
-They compile for it, and no call takes them yet: they have run on Hopper alone.
+They have run on Hopper alone. Which of them takes a call is chosen by what was measured there (`decode.py`).
 """
 
 from __future__ import annotations
