@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that a KDA prefill kernel without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
+
+Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained; states in slots of a pool,
+and those at chunk starts kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cula.core.kernels import Pool
+from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
+from cula.ops.cute import kda
+from cula.ops.cute.kda_abi import K, Kept
+from cula.ops.cute.kda_schedule import split_into
+from cula.ops.cute.toolchain.self_check import relative_difference
+
+
+class Flags(NamedTuple):
+    """What a kernel's name says about its calls."""
+
+    is_normalised: bool
+    gate: str  # "gate", "softplus", "log", "safe"
+    g: torch.dtype
+    has_scalar_gate: bool
+
+    @classmethod
+    def of(cls, name: str) -> Flags:
+        dtypes = {short: dtype for dtype, short in kda.SHORT.items()}
+        _, dtype, gate, g, *rest = name.split("_")
+        return cls(dtype == "f16", gate, dtypes[g], rest == ["scalar"])
+
+
+class Call(NamedTuple):
+    lengths: tuple[int, ...]
+    is_packed: bool
+    H: int
+    HV: int
+    per_segment: int  # chunks
+    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: from the sixth on segments are chained
+    has_state: bool
+    beta: torch.dtype = torch.float32
+    on_pool: bool = False  # states are slots of one, and those at chunk starts are kept
+
+
+CALLS = (
+    Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=100, is_slow=False, has_state=True),
+    Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
+    Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
+    Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
+    Call((70, 20, 130), is_packed=True, H=1, HV=1, per_segment=1, is_slow=True, has_state=True, on_pool=True),
+)
+
+
+def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) -> tuple[KdaProblem, KdaInputs]:
+    random = torch.Generator().manual_seed(0)
+    D = K
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    B, T = (1, sum(call.lengths)) if call.is_packed else (len(call.lengths), call.lengths[0])
+    q, k = normal(B, T, call.H, D), normal(B, T, call.H, D)
+    if not flags.is_normalised:
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    of_gate = () if flags.has_scalar_gate else (D,)
+    g, shift = normal(B, T, call.HV, *of_gate), -8.0 if call.is_slow else 0.0
+    is_raw, fastest = flags.gate in ("gate", "softplus"), -50.0 if flags.gate == "log" else -5.0
+    x = KdaInputs(
+        q=q.bfloat16(),
+        k=k.bfloat16(),
+        v=normal(B, T, call.HV, D).bfloat16(),
+        g=(g if is_raw else fastest * torch.sigmoid(g + shift)).to(flags.g),
+        beta=normal(B, T, call.HV).to(call.beta),
+        A_log=0.1 * normal(call.HV) if is_raw else None,
+        dt_bias=0.1 * normal(call.HV, *of_gate) + shift if is_raw else None,
+        initial_state=normal(len(call.lengths), call.HV, D, D) if call.has_state else None,
+        cu_seqlens=torch.tensor([0, *call.lengths]).cumsum(0).int() if call.is_packed else None,
+    )
+    options = KdaOptions(
+        lower_bound=-5.0 if flags.gate == "gate" else None,
+        use_gate_in_kernel=is_raw,
+        use_qk_l2norm_in_kernel=flags.is_normalised,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=flags.gate == "safe",
+        output_final_state=True,
+        return_intermediate_states=call.on_pool,
+    )
+    moved: Any = (None if t is None else t.to(device) for t in x)
+    problem, x = check_kda(KdaInputs(*moved), options)
+    return dataclasses.replace(problem, sm=sm), x
+
+
+def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
+    """The largest relative difference, of outputs, last states and kept ones of the calls."""
+    return max(difference for call in CALLS for difference in differences(call, *make(call, Flags.of(name), device, sm)))
+
+
+def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
+    """Between the kernel and the torch backend, of each tensor that a call writes."""
+    from cula.ops.torch.kda import kda_fwd
+
+    pool = make_pool(x) if call.on_pool else None
+    if pool is not None:
+        x = x._replace(initial_state=torch.where(has_slot(pool)[:, None, None, None], pool.states[pool.indices].float(), 0.0))
+    want = kda_fwd(p, x)
+    assert want.final_state is not None
+    o = torch.full_like(x.v, torch.nan)
+    last = torch.full_like(want.final_state, torch.nan) if pool is None else pool.states
+    pairs = [(o, want.o), (last, want.final_state if pool is None else after(pool, want.final_state))]
+    kept = None
+    if want.states is not None:
+        kept = kda.KeptStates(torch.full_like(want.states, torch.nan).flatten(0, 1), Kept.STARTS, 1, None)
+        pairs += [(kept.states, want.states.flatten(0, 1))]
+    schedule = split_into(p, call.per_segment, num_sms=0)
+    if pool is None:
+        kda.run(p, x, schedule, last, o, kept=kept)
+    else:
+        kda.run(p, x._replace(initial_state=None), schedule, None, o, pool, kept)
+    return [relative_difference(got, right) for got, right in pairs]
+
+
+def make_pool(x: KdaInputs) -> Pool:
+    """A pool with the first states of a call, of which the second sequence has no slot; its slot 0 is nobody's."""
+    assert x.initial_state is not None
+    N = x.initial_state.shape[0]
+    states = torch.cat([x.initial_state.flip(0), x.initial_state[:1]]).to(torch.float16)
+    indices = torch.arange(N, 0, -1, dtype=torch.int32, device=states.device)
+    indices[1] = 0
+    return Pool(states, indices, None, null_is_nonpositive=True)
+
+
+def has_slot(pool: Pool) -> Tensor:
+    """Which sequences have one, [N]."""
+    return pool.indices >= pool.first_slot
+
+
+def after(pool: Pool, final_state: Tensor) -> Tensor:
+    """The states of a pool with the last ones of a call in its slots."""
+    states, live = pool.states.clone(), has_slot(pool)
+    states[pool.indices[live]] = final_state[live].to(states.dtype)
+    return states
