@@ -56,6 +56,12 @@ def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
     return importlib.import_module(f"cula.ops.cute.{problem.family}").kernels(op, problem, num_sms)
 
 
+def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
+    """Whether there are kernels for a call, wherever they are to come from."""
+    module = importlib.import_module(f"cula.ops.cute.{problem.family}")
+    return why_not(arch, op, problem) is None and module.why_not(op, problem) is None
+
+
 def _uncompiled(arch: Arch, op: str, problem: AnyProblem) -> str | None:
     """Why a kernel of a call cannot be compiled here, as a sentence; compiles those that are not there."""
     num_sms = _num_sms(problem)
