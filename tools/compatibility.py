@@ -35,7 +35,7 @@ from cula.core.versions import SUPPORTED  # noqa: E402
 PAGE = ROOT / "docs" / "compatibility-tried.md"
 # module -> releases, oldest and newest
 RELEASES = {"torch": ("2.9.0", "2.15.0"), "triton": ("3.5.0", "3.9.0"), "tvm_ffi": ("0.1.9", "0.1.15.post2")}
-TESTS = ("tests/test_api.py", "tests/core/test_operator.py", "tests/ops/test_kda.py", "tests/ops/test_gdn.py")
+TESTS = ("tests/test_api.py", "tests/core/test_operator.py", "tests/ops/test_gdn.py")
 TESTS += ("tests/ops/test_lightning.py", "tests/ops/test_decode.py")
 
 COMPILE = """
