@@ -3,10 +3,10 @@
 
     python benchmarks/first_call.py [--out benchmarks/results/H200-first-call.json]
 
-Seconds from call to result, each kind in a process of its own with an empty Triton cache, importing not counted. With kernels that
-came compiled, by a wheel or CULA_KERNEL_DIR, an empty cache of CuTe kernels changes nothing; in a clone it is what a first user
-meets, and --keep-cute leaves that cache as it is. Beside the seconds is what was compiled: a call that CuTe serves must not
-compile anything by Triton.
+Seconds from call to result, each kind in a process of its own with an empty Triton cache, importing not counted. With kernels
+that came compiled, by a wheel or CULA_KERNEL_DIR, an empty cache of CuTe kernels changes nothing; in a clone it is what a first
+user meets, and --keep-cute leaves that cache as it is. Beside the seconds is what was compiled: a call that CuTe serves must
+not compile anything by Triton.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,13 +42,19 @@ COMPILE = """
 import json, sys
 import triton
 from tests.ops.triton import compile_variants as c
-for calls in (c.KDA, c.LIGHTNING, c.DECODE):
-    for name in [name for name in calls if name not in c.FEWER or "256" in name or "60" in name]:
-        del calls[name]
-arch = int(sys.argv[1])
-reports = [r for part in (0, 1) for r in c.compile_all(arch, part)]
-kept = ("call", "name", "registers", "spill_bytes", "shared_bytes", "fits")
-print("REPORT", json.dumps([{k: r[k] for k in kept} | {"faults": len(r["faults"])} for r in reports]))
+arch, kept = int(sys.argv[1]), ("call", "name", "registers", "spill_bytes", "shared_bytes", "fits")
+families = {"KDA": c.KDA, "LIGHTNING": c.LIGHTNING, "DECODE": c.DECODE}
+found, failed = {}, []
+for family, calls in families.items():
+    for name in [name for name in calls if name in c.FEWER and "256" not in name and "60" not in name]:
+        for other in families:
+            setattr(c, other, {name: calls[name]} if other == family else {})
+        try:
+            for r in c.compile_all(arch, 0):
+                found[r["call"], r["name"], r["registers"]] = {k: r[k] for k in kept} | {"faults": len(r["faults"])}
+        except Exception as error:  # what a release does not compile is its outcome
+            failed.append(f"{family} {name} ({type(error).__name__}: {str(error).strip().splitlines()[-1]})")
+print("REPORT", json.dumps({"kernels": list(found.values()), "failed": failed}))
 """
 
 LOAD = """
@@ -160,14 +166,26 @@ def try_triton(release: str, where: Path, kernels: Path | None) -> list[Outcome]
         reports = json.loads(report_in(said) or "null")
         words = f"fails: {last_line(said)}"
         if reports is not None:
-            spilled = sorted({f"{r['name']} ({r['spill_bytes']} B)" for r in reports if r["spill_bytes"]})
-            large = [r["name"] for r in reports if not r["fits"]]
-            words = f"{len(reports)} kernels, at most {max(r['registers'] for r in reports)} registers, "
-            words += f"{sum(r['registers'] for r in reports)} in all; spilled: {', '.join(spilled) or 'nothing'}"
-            words += f"; do not fit: {', '.join(large)}" if large else ""
-            words += f"; {faults} misplaced descriptors" if (faults := sum(r["faults"] for r in reports)) else ""
+            words = in_words(reports["kernels"], reports["failed"])
         found.append(Outcome(release, f"compiled for sm_{arch}", words))
     return found
+
+
+def in_words(kernels: Sequence[dict[str, Any]], failed: Sequence[str]) -> str:
+    """Registers and spills of all kernels; the worst spill of each that has any."""
+    if not kernels:
+        return f"none compiles: {'; '.join(failed)}"
+    worst: dict[str, int] = {}
+    for r in kernels:
+        worst[r["name"]] = max(worst.get(r["name"], 0), r["spill_bytes"])
+    spilled = [f"`{name}` up to {size} B" for name, size in sorted(worst.items()) if size]
+    words = f"{len(kernels)} kernels, {sum(r['registers'] for r in kernels) / len(kernels):.0f} registers on average; "
+    words += f"spilled a thread: {', '.join(spilled) or 'nothing'}"
+    if large := sorted({r["name"] for r in kernels if not r["fits"]}):
+        words += f"; do not fit: {', '.join(large)}"
+    if faults := sum(r["faults"] for r in kernels):
+        words += f"; {faults} misplaced descriptors"
+    return words + (f"; **do not compile**: {'; '.join(failed)}" if failed else "")
 
 
 def try_tvm_ffi(release: str, where: Path, kernels: Path | None) -> list[Outcome]:
