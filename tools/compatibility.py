@@ -91,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in args.only:
         tried: list[Outcome] = []
         for release in RELEASES[module]:
-            lacking = install(module, release, args.folder)
-            here = TRY[module](release, path_of(module, release, args.folder), args.kernels) if lacking is None else []
+            where = path_of(module, release, args.folder)
+            lacking = install(module, release, where) or hidden(module, where)
+            here = TRY[module](release, where, args.kernels) if lacking is None else []
             tried += here if lacking is None else [Outcome(release, "installing", lacking)]
             for outcome in tried[-max(len(here), 1) :]:
                 print(f"{module} {release}, {outcome.what}: {outcome.said}", flush=True)
@@ -109,9 +110,15 @@ def path_of(module: str, release: str, folder: Path) -> Path:
     return (folder / f"{module}-{release}").absolute()
 
 
-def install(module: str, release: str, folder: Path) -> str | None:
+def hidden(module: str, where: Path) -> str | None:
+    """Whether another release is imported than that of a folder, as a sentence."""
+    _, said = run_with(where, "-c", f"import {module}; print({module}.__file__)")
+    found = Path(last_line(said))
+    return None if where.resolve() in found.resolve().parents else f"is not what is imported: {last_line(said)}"
+
+
+def install(module: str, release: str, to: Path) -> str | None:
     """Install a release, if it is not there; why that failed, as a sentence."""
-    to = path_of(module, release, folder)
     if to.exists():
         return None
     name = SUPPORTED[module].distributions[0]

@@ -40,7 +40,7 @@ class Range:
 SUPPORTED = {
     r.module: r
     for r in (
-        Range("torch", "torch", ("torch",), "2.9", "2.13", "everything", "pip install 'torch>=2.9'"),
+        Range("torch", "torch", ("torch",), "2.9", "2.15", "everything", "pip install 'torch>=2.9'"),
         Range(
             "Triton",
             "triton",
