@@ -18,6 +18,7 @@ from cula.core.decode import call_decode
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
+from cula.core.nvtx import ranged
 from cula.gdn.api import cula_gdn
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
@@ -28,6 +29,7 @@ STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 __all__ = ["cula_decode", "cula_gdn", "cula_kda", "cula_lightning", "explain"]
 
 
+@ranged
 def cula_decode(
     q: Tensor,
     k: Tensor,

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cula.ops.cute.toolchain import build, loader
@@ -67,6 +67,25 @@ def compile_all(
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         parts = pool.map(lambda i: build.build(arch, modules, folder, only, keep_text, (i, jobs)), range(jobs))
         facts = sorted((f for part in parts for f in part), key=lambda f: f.name)
+    write_manifest(arch, modules, folder, facts)
+    return facts
+
+
+def compile_each(
+    arch: str, modules: tuple[str, ...], folder: Path, names: Sequence[str], jobs: int, done: Callable[[build.Facts], None]
+) -> list[build.Facts]:
+    """Compile the named into a folder that may have some of them, each in a process of its own; `done` hears of each."""
+    facts = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        parts = [pool.submit(build.build, arch, modules, folder, [name], reuse=True) for name in names]
+        for part in concurrent.futures.as_completed(parts):
+            facts += part.result()
+            done(facts[-1])
+    return sorted(facts, key=lambda f: f.name)
+
+
+def write_manifest(arch: str, modules: tuple[str, ...], folder: Path, facts: Sequence[build.Facts]) -> None:
+    """What `loader.py` reads: which kernels a folder has, and of which sources."""
     manifest = {
         "arch": arch,
         "sources": source_hash(modules),
@@ -75,7 +94,6 @@ def compile_all(
         "kernels": {f.name: dataclasses.asdict(f) for f in facts},
     }
     (folder / loader.MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    return facts
 
 
 def copy_runtime(out: Path) -> None:

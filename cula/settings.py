@@ -7,6 +7,7 @@
 | `CULA_CHECK`           | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
 | `CULA_HOPPER_BWD`      | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
 | `CULA_KERNEL_DIR`      |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
+| `CULA_NVTX`            | `0`        | `1` puts a range around each call of level 1, for profilers; read on import           |
 | `CULA_SELF_CHECK`      | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
 | `CULA_UNPROVEN`        | `0`        | `1` lets Hopper kernels take calls that have not passed their checks on a GPU yet     |
 | `CULA_VLLM`            | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
@@ -15,7 +16,7 @@
 | `TRITON_INTERPRET`     | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
 | `XDG_CACHE_HOME`       | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
-Variables are read when they are needed, so a test or a debugging session may set them at any time.
+Variables but `CULA_NVTX` are read when they are needed, so a test or a debugging session may set them at any time.
 None of them changes a result, but for `CULA_UNPROVEN`, and `CULA_BATCH_INVARIANT` in its last bits.
 """
 
@@ -65,6 +66,11 @@ def kernel_dir() -> Path | None:
 def self_check() -> bool:
     """Whether kernels that have never run on hardware are compared with the torch backend at their first use on a machine."""
     return os.environ.get("CULA_SELF_CHECK", "1") != "0"
+
+
+def nvtx() -> bool:
+    """Whether calls are to show as ranges in a profiler."""
+    return os.environ.get("CULA_NVTX", "0") == "1"
 
 
 def fla_may_use_cula() -> bool:

@@ -3,9 +3,14 @@
 
 Training and prefill call `cula_kda` on whole sequences. Generation keeps one state a layer and calls `cula_decode` for
 each token: the cost of a token does not grow with the length of the text before it.
+
+    python examples/tiny_lm.py [--steps 60] [--text FILE] [--prompt "def "]      # train on a text, this file, and sample
 """
 
 from __future__ import annotations
+
+import argparse
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -107,3 +112,40 @@ class TinyLM(nn.Module):
             out.append(int(token))
             logits = self.step(token, states)
         return bytes(out)
+
+
+def train(model: TinyLM, text: bytes, steps: int, length: int = 128, batch: int = 8) -> float:
+    """Predict the next byte at random places of a text; returns the loss of the last step."""
+    device = model.embed.weight.device
+    data = torch.tensor(list(text), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loss = torch.zeros(())
+    for step in range(steps):
+        starts = torch.randint(len(data) - length, (batch,)).tolist()
+        rows = torch.stack([data[i : i + length + 1] for i in starts])
+        logits, _ = model(rows[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0 or step + 1 == steps:
+            print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
+    return loss.item()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
+    parser.add_argument("--text", type=Path, default=Path(__file__), help="what to learn (default: this file)")
+    parser.add_argument("--prompt", default="def ", help="what to continue (default: %(default)r)")
+    parser.add_argument("--length", type=int, default=120, help="bytes to generate (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    model = TinyLM().to(args.device)
+    train(model, args.text.read_bytes(), args.steps)
+    print(args.prompt + model.generate(args.prompt.encode(), args.length).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

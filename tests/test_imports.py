@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first; a module is what the first pattern says that matches all of its name.
 LAYERS = {
-    "plain values": r"cula\.(version|settings|core\.constants)",
+    "plain values": r"cula\.(version|settings|models|core\.constants)",
     "core": r"cula\.core(\..*)?",
     "what a family is": r"cula\.(?!bench\.|fuzz\.)\w+\.(problem|transition|family|reference)",
     "ops": r"cula\.(ops(\..*)?|compile)",
@@ -21,7 +21,7 @@ LAYERS = {
     "layers": r"cula\.layers(\..*)?",
     "integrations": r"cula\.integrations(\..*)?",
     "the package": r"cula",
-    "programs": r"cula\.(bench(\..*)?|fuzz(\..*)?|\w+\.(bench|fuzz)|__main__)",
+    "programs": r"cula\.(bench(\..*)?|fuzz(\..*)?|\w+\.(bench|fuzz)|checking|install|warming|__main__)",
 }
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make wheel`: a wheel with every CuTe kernel compiled in, so that a first call needs no compiler.
+"""`make wheel`: an archive of the sources, and a wheel with every CuTe kernel in it, so that a first call needs no compiler.
 
     python tools/wheel.py [--out dist] [--arch sm_90a ...] [--kernels DIR] [--python python3.12 ...]
 
-The wheel that the build backend makes has sources only. This adds `cula/compiled/<arch>/`, which `python -m cula.compile` makes
+First comes an archive of the sources, with all that their tests need (`MANIFEST.in`), and from that the wheel of sources that the
+build backend makes; both go to --out. To the wheel this adds `cula/compiled/<arch>/`, which `python -m cula.compile` makes
 here (or made before, in the folder that --kernels names), and `native.c` compiled for each Python that is named; writes down in
 the file's name which system they are for; and packs it again. An install finds both by itself: `toolchain/loader.py` takes
 kernels from there as long as they are of the sources beside them, and `core/replay/record.py` the module for its Python.
@@ -28,6 +29,7 @@ from cula.ops.cute.toolchain.variants import MODULES, modules_of, source_hash  #
 
 NATIVE = Path("cula/core/replay/native.c")
 NATIVE_MODULE = "cula_native"
+SDIST = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
 FACTS_OF_PYTHON = "import sysconfig as s; print(s.get_path('include')); print(s.get_config_var('EXT_SUFFIX'))"
 
 
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels = args.kernels or Path(scratch) / "kernels"
         for arch in args.arch:
             compile_kernels(arch, kernels, args.jobs)
-        pure = build_sources(Path(scratch))
+        archive = build_sdist(Path(scratch), args.out)
+        pure = build_sources(Path(scratch), archive)
         tree = unpack(pure, Path(scratch) / "tree")
         add_kernels(tree, kernels, args.arch)
         for python in args.python:
@@ -65,14 +68,23 @@ def compile_kernels(arch: str, kernels: Path, jobs: int) -> None:
     run(sys.executable, "-m", "cula.compile", "--arch", arch, "--out", kernels, "--no-runtime", "--jobs", jobs)
 
 
-def build_sources(scratch: Path) -> Path:
-    """The wheel of sources alone, from a copy of what git tracks: nothing that lies about gets in."""
+def build_sdist(scratch: Path, out: Path) -> Path:
+    """The archive of sources, from a copy of what git tracks: nothing that lies about gets in."""
     copy = scratch / "sources"
     for name in subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch / "pure", copy)
+    out.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(
+        [sys.executable, "-c", SDIST, str(out.absolute())], cwd=copy, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()
+    return out / made[-1]
+
+
+def build_sources(scratch: Path, archive: Path) -> Path:
+    """The wheel of sources alone, from their archive."""
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch / "pure", archive.absolute())
     (wheel,) = (scratch / "pure").glob("*.whl")
     return wheel
 

@@ -22,6 +22,7 @@ from cula.bench.family import bench_of
 from cula.bench.inputs import Inputs
 
 CHUNK = 32
+SHORT = 1024  # tokens of a sequence whose chunks a gradient may keep whole
 CPU_TOKENS = 4096  # of a sequence, checked on a CPU; all of them on a GPU, and in training
 
 # beyond this a result is called wrong; rounding inputs and outputs to bf16 alone costs 2e-3 to 8e-3
@@ -105,7 +106,7 @@ def _recurrence(x: Inputs, at: dict[str, Tensor], part: Slice) -> tuple[Tensor, 
         S = at["h0"][i] if "h0" in at else k.new_zeros(k.shape[1], case.V, case.K)
         for start, end in itertools.pairwise((*range(first, first + length, CHUNK), first + length)):
             chunk = [None if t is None else t[start:end].transpose(0, 1) for t in (q, k, at["v"], g, beta)]
-            if case.is_train:  # keeps the states alone
+            if case.is_train and length > SHORT:  # keeps the states alone
                 o, S = checkpoint(_chunk, S, *chunk, use_reentrant=False, preserve_rng_state=False)
             else:
                 o, S = _chunk(S, *chunk)  # type: ignore[arg-type]

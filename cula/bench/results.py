@@ -40,6 +40,8 @@ PACKAGE = Path(cula.__file__).resolve().parent
 
 def machine(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": describe_device(device), "host": platform.machine(), "cpus": os.cpu_count()}
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 1)  # of the last minute, before the run
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "gpus": torch.cuda.device_count(), "sms": properties.multi_processor_count}

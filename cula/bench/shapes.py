@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from cula import models
 from cula.bench.cases import Case
 
 PACKED_LENS = (1300, 547, 2048, 963, 271, 3063)
@@ -49,30 +50,16 @@ def on_cpu(cases: Sequence[Case]) -> list[Case]:
     return [replace(c, K=64, V=64, dtype="float32") for c in cases]
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model whose calls the suite "models" makes: heads of a layer, and how its callers hand over a prefill and a decode."""
-
-    name: str
-    H: int
-    HV: int
-    ranks: tuple[int, ...]  # of tensor parallelism: heads are shared among so many
-    gate: str
-    prefill: tuple[tuple[str, tuple[str, ...]], ...]  # of each caller: its name, the flags of its call
-    decode: tuple[str, ...]  # flags
-    pool: str = "float32"
-
-
 PROMPTS = ((1, 8192), (8, 2048), (1, 65536))  # sequences, tokens of each
 ROWS = ((1, 1), (64, 1), (256, 1), (64, 4))  # of a decode: rows, tokens of each; drafts keep their states
 
 
-def model_cases(family: str, models: Sequence[Model], is_gpu: bool) -> list[Case]:
+def model_cases(family: str, is_gpu: bool) -> list[Case]:
     """The calls of real callers, as they make them. Serving engines pack sequences; the longest prompt runs on the most ranks."""
     cases: list[Case] = []
-    for m in models:
+    for m in models.of_family(family):
         for ranks in m.ranks:
-            H, HV = m.H // ranks, m.HV // ranks
+            H, HV = m.heads(ranks)
             for (N, T), (caller, flags) in ((p, c) for p in PROMPTS for c in m.prefill):
                 if T <= 8192 or ranks == m.ranks[-1]:
                     title, packed = f"{m.name} TP{ranks} {caller}", N > 1 and caller != "HF"

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,9 +34,21 @@ class Timing:
     host_ms: float | None = None  # until the call returns, the device idle before it
     graph_host_ms: float | None = None  # until the replay of a captured graph returns
     graph_note: str | None = None  # why it could not be captured
+    spread: float | None = None  # of `time_ms` between its repeats: the middle half of them, as a part of the median
+    host_spread: float | None = None  # of `host_ms`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Median(NamedTuple):
+    ms: float
+    spread: float
+
+    @classmethod
+    def of(cls, times_ms: list[float]) -> Median:
+        lower, middle, upper = statistics.quantiles(times_ms, n=4)
+        return cls(middle, (upper - lower) / middle if middle else 0.0)
 
 
 def measure(run: Callable[[], Any], device: torch.device) -> Timing:
@@ -45,27 +57,38 @@ def measure(run: Callable[[], Any], device: torch.device) -> Timing:
 
 def _on_cpu(run: Callable[[], Any]) -> Timing:
     run()
-    ms = _clock(run, lambda: None)
-    return Timing(ms, "clock", host_ms=ms)
+    found = _clock(run, lambda: None)
+    return Timing(found.ms, "clock", host_ms=found.ms, spread=found.spread, host_spread=found.spread)
 
 
 def _on_gpu(run: Callable[[], Any], device: torch.device) -> Timing:
     for _ in range(WARM_UP):
         run()
     torch.cuda.synchronize(device)
-    host_ms = _clock(run, lambda: torch.cuda.synchronize(device), HOST_REPEATS)
+    host = _clock(run, lambda: torch.cuda.synchronize(device), HOST_REPEATS)
     graph, note = _capture(run, 1)
     launch = run if graph is None else graph.replay
-    cold_ms = _cold(launch, device)
+    cold = _cold(launch, device)
     if graph is None:
-        return Timing(cold_ms, "cold events", cold_ms=cold_ms, host_ms=host_ms, graph_note=note)
-    graph_host_ms = _clock(graph.replay, lambda: torch.cuda.synchronize(device), HOST_REPEATS)
-    graph_ms = _replay(graph, device)
-    copies = min(MAX_COPIES, math.ceil(SHORT_MS / graph_ms))
+        return Timing(
+            cold.ms,
+            "cold events",
+            cold_ms=cold.ms,
+            host_ms=host.ms,
+            graph_note=note,
+            spread=cold.spread,
+            host_spread=host.spread,
+        )
+    graph_host_ms = _clock(graph.replay, lambda: torch.cuda.synchronize(device), HOST_REPEATS).ms
+    replayed = _replay(graph, device)
+    copies = min(MAX_COPIES, math.ceil(SHORT_MS / replayed.ms))
     if copies > 1:
         several, _ = _capture(run, copies)
-        graph_ms = graph_ms if several is None else _replay(several, device) / copies
-    return Timing(graph_ms, "graph", graph_ms, cold_ms, host_ms, graph_host_ms)
+        if several is not None:
+            ms, spread = _replay(several, device)
+            replayed = Median(ms / copies, spread)
+    ms = replayed.ms
+    return Timing(ms, "graph", ms, cold.ms, host.ms, graph_host_ms, spread=replayed.spread, host_spread=host.spread)
 
 
 def _capture(run: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGraph | None, str | None]:
@@ -80,19 +103,19 @@ def _capture(run: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGraph 
     return graph, None
 
 
-def _replay(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+def _replay(graph: torch.cuda.CUDAGraph, device: torch.device) -> Median:
     for _ in range(WARM_UP):
         graph.replay()
     return _events(graph.replay, lambda: None, device)
 
 
-def _cold(launch: Callable[[], Any], device: torch.device) -> float:
+def _cold(launch: Callable[[], Any], device: torch.device) -> Median:
     """With a write of twice the L2 before each launch; it also hides the host's part of the launch."""
     flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
     return _events(launch, flush.zero_, device)
 
 
-def _events(launch: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> float:
+def _events(launch: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> Median:
     def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before()
@@ -106,10 +129,10 @@ def _events(launch: Callable[[], Any], before: Callable[[], Any], device: torch.
     repeats = _repeats(start.elapsed_time(end) / 1e3)
     pairs = [once() for _ in range(repeats)]
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return Median.of([start.elapsed_time(end) for start, end in pairs])
 
 
-def _clock(run: Callable[[], Any], settle: Callable[[], None], repeats: int | None = None) -> float:
+def _clock(run: Callable[[], Any], settle: Callable[[], None], repeats: int | None = None) -> Median:
     def once() -> float:
         settle()
         began = time.perf_counter()
@@ -119,7 +142,7 @@ def _clock(run: Callable[[], Any], settle: Callable[[], None], repeats: int | No
     first = once()
     times = [once() for _ in range(repeats or _repeats(first))]
     settle()
-    return statistics.median(times) * 1e3
+    return Median.of([1e3 * seconds for seconds in times])
 
 
 def _repeats(seconds: float) -> int:
@@ -168,7 +191,8 @@ def wall(run: Callable[[], Any], device: torch.device) -> Timing:
         settle()
 
     whole()
-    return Timing(_clock(whole, settle), "clock")
+    found = _clock(whole, settle)
+    return Timing(found.ms, "clock", spread=found.spread)
 
 
 def measure_loop(run: Callable[[], Any], device: torch.device) -> float:
@@ -198,4 +222,4 @@ def measure_loop(run: Callable[[], Any], device: torch.device) -> float:
 def measure_host(run: Callable[[], Any]) -> float:
     """Milliseconds of host work alone."""
     run()
-    return _clock(run, lambda: None, 200)
+    return _clock(run, lambda: None, 200).ms

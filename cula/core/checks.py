@@ -210,6 +210,18 @@ def check_device_argument(device: torch.device | str | None, q: Tensor, who: str
         raise ValueError(f"{who}: device={str(wanted)!r} but q is on {q.device}; move the tensors first")
 
 
+def one_of(who: str, named: dict[str, Tensor | None]) -> Tensor:
+    """The one that is given of a tensor's spellings; TypeError where it is none, or more than one."""
+    given = [name for name, tensor in named.items() if tensor is not None]
+    if not given:
+        raise TypeError(f"{who}: missing argument {' or '.join(map(repr, named))}")
+    if len(given) > 1:
+        raise TypeError(f"{who}: got {' and '.join(map(repr, given))}, which are the same argument")
+    found = named[given[0]]
+    assert found is not None
+    return found
+
+
 def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backend: str, options: Iterable[str]) -> None:
     """TypeError for a keyword that neither the function nor the backend knows; names the nearest one that they do."""
     options = sorted(options)

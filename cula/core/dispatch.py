@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cula.core import versions
 from cula.core.problem import DecodeProblem, Problem
 
 logger = logging.getLogger("cula")
@@ -46,9 +47,11 @@ class Backend:
     self_check: Callable[[str, AnyProblem, bool], str | None] | None = None
 
     def missing(self) -> str | None:
-        """What is not installed, as a sentence; None if all is there."""
+        """What is not installed, or too old, as a sentence; None if all is there."""
         absent = [name for name in self.requires if not _is_installed(name)]
-        return f"{' and '.join(absent)} not installed ({self.install})" if absent else None
+        if absent:
+            return f"{' and '.join(absent)} not installed ({self.install})"
+        return next((reason for name in self.requires if (reason := versions.objection(name)) is not None), None)
 
     def unavailable(self) -> str | None:
         """Why no call on this machine can use it, as a sentence; None if some can."""

@@ -15,24 +15,29 @@ is_explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("is_explain
 
 
 class Explained(BaseException):
-    """Carries the choice out of a call. No error: nothing in between is to catch it."""
+    """Carries the choice, and what the call is, out of a call. No error: nothing in between is to catch it."""
 
-    def __init__(self, choice: Choice):
-        self.choice = choice
+    def __init__(self, choice: Choice, problem: AnyProblem):
+        self.choice, self.problem = choice, problem
 
 
 def explained(choice: Choice, problem: AnyProblem) -> Explained:
     how = choice.backend.how
-    return Explained(choice if how is None else replace(choice, how=how(choice.op, problem)))
+    return Explained(choice if how is None else replace(choice, how=how(choice.op, problem)), problem)
 
 
 def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """The choice of the first attention call that `function` makes with these arguments."""
+    return describe_call(function, *args, **kwargs)[0]
+
+
+def describe_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Choice, AnyProblem]:
+    """The same, and what the call is."""
     token = is_explaining.set(True)
     try:
         function(*args, **kwargs)
     except Explained as found:
-        return found.choice
+        return found.choice, found.problem
     finally:
         is_explaining.reset(token)
     raise ValueError(f"explain: {function!r} made no call that is dispatched")

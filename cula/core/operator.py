@@ -114,7 +114,8 @@ def call_prefill(
     ops = torch.ops.cula
     trains = needs_grad(x)
     rest = (*family.encoding.encode(options), place, backend, who, trains)
-    if serving.is_empty and checkpoint_every is None:
+    serves = len([t for t in serving if t is not None]) > 0  # not by a property: TorchDynamo of torch 2.9 takes that for a tensor
+    if not serves and checkpoint_every is None:
         o, final_state, states = getattr(ops, family.name)(*x, *rest)
     else:
         o, final_state, states = getattr(ops, f"{family.name}_serve")(*x, *serving, checkpoint_every, *rest)

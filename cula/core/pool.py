@@ -29,10 +29,6 @@ class Serving(NamedTuple):
     checkpoint_states: Tensor | None = None  # [M, HV, V, K]
     checkpoint_offsets: Tensor | None = None  # [N] int32
 
-    @property
-    def is_empty(self) -> bool:
-        return all(t is None for t in self)
-
     def pool(self, options: Any) -> Pool | None:
         """Of a call with these options of its family."""
         if self.state_pool is None or self.initial_state_indices is None:

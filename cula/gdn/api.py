@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cula.core.checks import is_null_nonpositive
+from cula.core.nvtx import ranged
 from cula.core.prefill import call_prefill
 from cula.gdn.family import FAMILY
 
@@ -69,6 +70,7 @@ def cula_gdn(
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
+@ranged
 def cula_gdn(
     q: Tensor,
     k: Tensor,

@@ -25,7 +25,7 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise
-from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, Model, batch, gated, host_cases, model_cases, on_cpu
+from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, batch, gated, host_cases, model_cases, on_cpu
 from cula.core.constants import L2_NORM_EPS
 from cula.gdn.reference import gdn_gate
 
@@ -43,13 +43,6 @@ TABLE = (
 )
 OTHER_HEADS = ((16, 48), (8, 24), (8, 32), (16, 16))
 OTHER_SIZES = ((2048, 1), (8192, 1), (16384, 16))
-# vLLM normalises q and k itself; SGLang leaves that to the kernel, and both decode from raw gates.
-RAW = ("gate", "sigmoid", "norm")
-CALLERS = (("vLLM", PREPARED), ("SGLang", ("norm", "pool")))
-MODELS = (
-    Model("Qwen3-Next-80B", 16, 32, (1, 2, 4), "init", CALLERS, RAW, "bfloat16"),
-    Model("Qwen3.5-397B", 16, 64, (2, 4, 8), "init", CALLERS, RAW),
-)
 
 
 def cases(suite: str, is_gpu: bool) -> list[Case]:
@@ -58,7 +51,7 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
     if suite == "api":
         return host_cases(("gdn_prefill", "gdn_train"), "gdn_decode", "fast", is_gpu)
     if suite == "models":
-        return model_cases("gdn", MODELS, is_gpu)
+        return model_cases("gdn", is_gpu)
     return _on_gpu(suite) if is_gpu else on_cpu(_small(suite))
 
 

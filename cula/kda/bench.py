@@ -24,7 +24,7 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise
-from cula.bench.shapes import PACKED_LENS, PREPARED, TRAINING, Model, batch, decode_cases, gated, host_cases, model_cases, on_cpu
+from cula.bench.shapes import PACKED_LENS, PREPARED, TRAINING, batch, decode_cases, gated, host_cases, model_cases, on_cpu
 from cula.core.constants import L2_NORM_EPS
 from cula.kda.reference import kda_gate
 
@@ -58,20 +58,11 @@ LARGE = (
 )
 
 
-# vLLM and Hugging Face hand over finished log decays in float32, also of bounded gates; SGLang hands over the raw ones.
-FINISHED, RAW = ("norm", "h0", "ht", "f32"), ("gate", "sigmoid", "norm")
-MODELS = (
-    Model("Kimi-Linear-48B", 32, 32, (1, 2, 4), "init", (("vLLM", FINISHED), ("SGLang", (*RAW, "pool"))), RAW),
-    Model("Kimi-K3", 96, 96, (2, 4, 8), "fast", (("vLLM", (*RAW, "h0", "ht")), ("HF", FINISHED)), RAW),
-    Model("Ling-3.0-Flash", 32, 32, (1,), "fast", (("HF", ("norm", "h0", "ht")),), RAW, "bfloat16"),
-)
-
-
 def cases(suite: str, is_gpu: bool) -> list[Case]:
     if suite == "decode":
         return decode_cases("kda_decode", "fast", is_gpu)
     if suite == "models":
-        return model_cases("kda", MODELS, is_gpu)
+        return model_cases("kda", is_gpu)
     if suite == "api":
         small = host_cases(("kda_prefill", "kda_train"), "kda_decode", "fast", is_gpu)
         longer = replace(small[0], lens=(1024,))  # on Hopper split, where 64 tokens are fused

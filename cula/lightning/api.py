@@ -3,23 +3,60 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from cula.core.checks import is_null_nonpositive
+from cula.core.checks import is_null_nonpositive, one_of
 from cula.core.constants import CHUNK
+from cula.core.nvtx import ranged
 from cula.core.prefill import call_prefill
 from cula.lightning.family import FAMILY
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class LightningKeywords(TypedDict, total=False):
+    """The keywords of `cula_lightning` that are no tokens."""
+
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool
+    cu_seqlens: Tensor | None
+    state_pool: Tensor | None
+    initial_state_indices: Tensor | None
+    chunk_size: int
+    device: torch.device | str | None
+    has_initial_state: Tensor | None
+    null_index: Literal["negative", "nonpositive"]
+    out: Tensor | None
+    backend: str
+
+
+@overload
 def cula_lightning(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
+    Q: Tensor, K: Tensor, V: Tensor, decay: Tensor, **keywords: Unpack[LightningKeywords]
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def cula_lightning(
+    *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **keywords: Unpack[LightningKeywords]
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@ranged
+def cula_lightning(
+    Q: Tensor | None = None,
+    K: Tensor | None = None,
+    V: Tensor | None = None,
+    decay: Tensor | None = None,
     *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -44,6 +81,7 @@ def cula_lightning(
     Args:
         Q, K: queries and keys, `[B, T, H, K]`, bf16, fp16 or fp32. Value head hv reads head `hv // (HV // H)`.
         V: values, `[B, T, HV, V]`, the dtype of Q.
+        q, k, v: the same by the names that the other families have, instead of Q, K and V.
         decay: s >= 0 of each value head, `[HV]` float32 (HV is H in the ordinary case).
         scale: factor on o; `K ** -0.5` by default.
         initial_state: `[N, HV, V, K]` float32; zeros by default.
@@ -73,6 +111,9 @@ def cula_lightning(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
+    if Q is None or K is None or V is None or decay is None or q is not None or k is not None or v is not None:
+        Q, K, V = (one_of(FAMILY.function, pair) for pair in ({"Q": Q, "q": q}, {"K": K, "k": k}, {"V": V, "v": v}))
+        decay = one_of(FAMILY.function, {"decay": decay})
     tensors = (
         Q, K, V, decay, initial_state, cu_seqlens,  # LightningInputs
         out, state_pool, initial_state_indices, has_initial_state, None, None,  # Serving

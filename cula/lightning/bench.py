@@ -13,10 +13,9 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise
-from cula.bench.shapes import PACKED_LENS, Model, batch, decode_cases, host_cases, model_cases, on_cpu
+from cula.bench.shapes import PACKED_LENS, batch, decode_cases, host_cases, model_cases, on_cpu
 
 SLOPES = "slopes"
-MODELS = (Model("MiniMax-Text-01", 64, 64, (1, 8), SLOPES, (("SGLang", ("pool",)), ("HF", ("h0", "ht"))), ()),)
 
 
 def cases(suite: str, is_gpu: bool) -> list[Case]:
@@ -25,7 +24,7 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
     if suite == "api":
         return host_cases(("lightning_prefill",), "lightning_decode", SLOPES, is_gpu)
     if suite == "models":
-        return model_cases("lightning", MODELS, is_gpu)
+        return model_cases("lightning", is_gpu)
     if suite != "lightning":
         return []
     if not is_gpu:

@@ -23,12 +23,13 @@ def result(run):
     if not MADE:
         MADE.append(run(["kda-prefill", "kda-train", "decode", "segments", "api"], peers=FAKES, limit=2))
     made = copy.deepcopy(MADE[0])
-    made["machine"] |= {"gpu": "NVIDIA H200", "device": "NVIDIA H200 (cuda:0, SM 9.0)"}
+    made["machine"] |= {"gpu": "NVIDIA H200", "device": "NVIDIA H200 (cuda:0, SM 9.0)", "load": 0.0}
     made["left_out"] = ["kda-prefill/kda_prefill/1x999/left"]
     for i, row in enumerate(made["rows"]):
         for j, entry in enumerate(row["entries"].values()):
             if "time_ms" in entry:
                 entry |= {"time_ms": 1.2345 + i + j / 7, "graph_ms": 1.2345 + i + j / 7, "cold_ms": 2.5 + i, "host_ms": 0.02 + i}
+                entry |= {"spread": 0.0, "host_spread": 0.0}
                 entry["peak_bytes"] = (100 + i) * 2**20 if "peak_bytes" in entry else None
                 if "over_floor" in entry:
                     entry["over_floor"] = entry["time_ms"] / row["floor"]["ms"]
@@ -297,6 +298,38 @@ def test_compare_exits_by_threshold(result, tmp_path, capsys):
     assert main(["compare", str(before), str(after), "--threshold", "1.1"]) == 1
     said = capsys.readouterr().out
     assert f"REGRESSION kda-prefill kda_prefill {slower['rows'][1]['label']}: 1.20x the time" in said
+
+
+def test_compare_knows_noise_from_a_regression(result, tmp_path, capsys):
+    slower = copy.deepcopy(result)
+    entry = slower["rows"][1]["entries"]["cula"]
+    entry["time_ms"] *= 1.5
+    before, after = write(result, tmp_path, "a.json"), write(slower, tmp_path, "b.json")
+    assert main(["compare", str(before), str(after)]) == 1
+    entry["spread"] = 0.4  # repeats differ that much: 1.1 * 1.4 > 1.5
+    after = write(slower, tmp_path, "b.json")
+    capsys.readouterr()
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out
+    assert "slower, noise" in said and "1 cases took up to 1.50x the time, which is no regression: no more than" in said
+
+
+def test_a_busy_cpu_decides_nothing_and_is_said(result, tmp_path, capsys):
+    result["machine"]["cpus"] = 2
+    del result["machine"]["gpu"]
+    slower = copy.deepcopy(result)
+    slower["machine"]["load"] = 5.3
+    slower["rows"][1]["entries"]["cula"]["time_ms"] *= 3
+    before, after = write(result, tmp_path, "a.json"), write(slower, tmp_path, "b.json")
+    capsys.readouterr()
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out
+    assert "the machine was busy before the run of the second file: load 5.3 on 2 CPUs" in said
+    assert "slower, busy" in said and "no regressions" in said
+    for made in (result, slower):  # a GPU is not the CPUs' business
+        made["machine"]["gpu"] = "NVIDIA H200"
+    before, after = write(result, tmp_path, "a.json"), write(slower, tmp_path, "b.json")
+    assert main(["compare", str(before), str(after)]) == 1
 
 
 def test_compare_sees_a_result_that_became_wrong(result, tmp_path, capsys):

@@ -56,8 +56,8 @@ def test_enable_without_any_of_them(monkeypatch):
 
 def test_the_command_lists_them(capsys, monkeypatch):
     hide(monkeypatch, "vllm")
-    command.main()
-    listed = capsys.readouterr().out.split("integrations, and what turns them on\n")[1].splitlines()
+    command.main([])
+    listed = capsys.readouterr().out.split("integrations, and what turns them on\n")[1].split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in listed] == [integration.package for integration in overview.INTEGRATIONS]
     assert "not installed" in listed[2]
     if importlib.util.find_spec("transformers"):

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def test_the_wheel_has_sources_kernels_and_native_code(kernels, tmp_path):
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "installed")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sources:
+        inside = {name.partition("/")[2] for name in sources.getnames()}
+    assert tracked() - inside == {".gitignore"}, "the archive of sources has all that its tests need"
+    assert {name for name in inside if name.startswith("tests/") and name.endswith(".py")} <= tracked()
     package = tmp_path / "installed" / "cula"
     assert {f"cula/compiled/{arch}/some_kernel.so" for arch in MODULES} <= set(names)
     assert any(name.startswith("cula/core/replay/cula_native.") and name.endswith(".so") for name in names)
@@ -53,6 +59,12 @@ def test_the_wheel_has_sources_kernels_and_native_code(kernels, tmp_path):
         [sys.executable, "-c", USES_THE_WHEEL], cwd=tmp_path / "installed", check=True, capture_output=True, text=True
     ).stdout.splitlines()
     assert said == [str(package / "compiled" / "sm_90a" / "some_kernel.so"), "True"]
+
+
+def tracked() -> set[str]:
+    return set(
+        subprocess.run(["git", "ls-files"], cwd=wheel.ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    )
 
 
 USES_THE_WHEEL = """

@@ -20,6 +20,7 @@ def prefill(q: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     o, state, h = cula.cula_gdn(q, q, q, beta, beta, return_intermediate_states=True, null_index="nonpositive")
     assert_type(h, Tensor)
     o, state = cula.cula_lightning(q, q, q, beta[0, 0], chunk_size=32)
+    o, state = cula.cula_lightning(q=q, k=q, v=q, decay=beta[0, 0])
     assert_type(state, Tensor | None)
     return o
 
@@ -34,5 +35,6 @@ def mistakes(q: Tensor, g: Tensor, beta: Tensor) -> None:
     cula.cula_kda(q, q, q, g, beta, use_gate_in_kernal=True)  # type: ignore[call-overload]
     cula.cula_kda(q, q, q, g, beta, lower_bound="-5")  # type: ignore[call-overload]
     _, _, _ = cula.cula_kda(q, q, q, g, beta)  # type: ignore[misc]
+    cula.cula_lightning(q, q, q)  # type: ignore[call-overload]
     cula.cula_decode(q, q, q, q, mode="softmax")  # type: ignore[arg-type]
     cula.cula_decode(q, q, q, q, null_index="zero")  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cula.core.aloud import said_if_long
 from cula.core.replay.torch_internals import Form, current_device, current_stream, empty
 
 logger = logging.getLogger("cula")
@@ -105,9 +106,12 @@ def _compiled() -> Any:
     try:
         from triton.runtime.build import compile_module_from_src
 
-        return compile_module_from_src(Path(__file__).with_name("native.c").read_text(), "cula_native")
+        with said_if_long("compiling native.c, which repeats calls: some seconds, once; kept in Triton's cache"):
+            return compile_module_from_src(Path(__file__).with_name("native.c").read_text(), "cula_native")
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as reason:
-        logger.info("repeated calls take some microseconds more: native.c cannot be used here (%s)", reason)
+        level = logging.WARNING if torch.cuda.is_available() else logging.INFO  # without a GPU there are no launches to repeat
+        what_to_do = "install Triton, a C compiler and Python's headers, or a wheel that has it compiled"
+        logger.log(level, "repeated calls take some microseconds more: native.c cannot be used here (%s); %s", reason, what_to_do)
         return None
 
 

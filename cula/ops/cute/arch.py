@@ -31,6 +31,7 @@ class Arch:
     modules: Mapping[str, tuple[str, ...]]  # kernel modules of each family, relative to `cula.ops.cute`
     serves: tuple[str, ...]  # what dispatch offers it: families' prefills by name, "decode"
     summary: str  # one line for `python -m cula`
+    num_sms: tuple[int, ...]  # of its GPUs: what `python -m cula warmup` compiles for where there is none
     has_run: bool  # the kernels have run on hardware; where they have not, they check themselves at first use
     kda: KdaTraits
 

@@ -7,6 +7,7 @@ What the kernels of a family take is said beside their host code, `why_not` of `
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 
@@ -35,10 +36,13 @@ def why_not(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
 
 def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str | None:
-    """What is missing to load kernels, and whether those that have never run on hardware do as they should on this machine."""
+    """What is missing to load kernels, whether those of a call compile where they have to, and whether those that have never run
+    on hardware do as they should on this machine."""
     problem = _of_kernels(problem)
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
+    if reason is None and may_run:
+        reason = _uncompiled(arch, op, problem)
     if reason is not None or arch.has_run:
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
@@ -46,15 +50,44 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     return checking.objection(problem, may_run)
 
 
+def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
+    """The names of the kernels that a call launches on a GPU with so many SMs."""
+    problem = _of_kernels(problem)
+    return importlib.import_module(f"cula.ops.cute.{problem.family}").kernels(op, problem, num_sms)
+
+
+def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
+    """Whether there are kernels for a call, wherever they are to come from."""
+    module = importlib.import_module(f"cula.ops.cute.{problem.family}")
+    return why_not(arch, op, problem) is None and module.why_not(op, problem) is None
+
+
+def _uncompiled(arch: Arch, op: str, problem: AnyProblem) -> str | None:
+    """Why a kernel of a call cannot be compiled here, as a sentence; compiles those that are not there."""
+    num_sms = _num_sms(problem)
+    if num_sms is None:
+        return None  # the call is only described; nothing will run
+    assert problem.sm is not None
+    reasons = (loader.uncompiled(name, arch.targets[problem.sm]) for name in kernels(op, problem, num_sms))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _num_sms(problem: AnyProblem) -> int | None:
+    """Of the GPU at hand, where it is one that the problem is for."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
+        return None
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
+
+
 def how(op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
     problem = _of_kernels(problem)
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-    if not isinstance(problem, (KdaProblem, GdnProblem)) or gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
+    num_sms = _num_sms(problem)
+    if not isinstance(problem, (KdaProblem, GdnProblem)) or num_sms is None:
         return None
     from cula.ops.cute import gdn, kda  # see above
 
-    num_sms = torch.cuda.get_device_properties(gpu).multi_processor_count
     if isinstance(problem, KdaProblem):
         return kda.how(problem, num_sms)
     return gdn.how(problem, num_sms) if gdn.is_own(problem) else kda.how(kda_problem(problem), num_sms)

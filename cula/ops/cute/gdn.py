@@ -40,6 +40,7 @@ __all__ = [
     "gdn_fwd_checkpoints",
     "gdn_fwd_pool",
     "how",
+    "kernels",
     "pool_why_not",
     "record_gdn_decode",
     "record_gdn_fwd",
@@ -86,6 +87,15 @@ def checkpoints_why_not(problem: GdnProblem) -> str | None:
 def variant(problem: GdnProblem, schedule: Schedule) -> str:
     """The name of the kernel. fp16 operands where keys and queries are normalised, and so within their range."""
     return f"gdn_{'f16' if problem.options.use_qk_l2norm_in_kernel else 'bf16'}_{schedule.kernel}"
+
+
+def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
+    """The names of the kernels that a call launches on a GPU with so many SMs."""
+    if not isinstance(problem, GdnProblem):
+        return (decode.variant(problem),)
+    if not is_own(problem):
+        return kda.kernels("kda_fwd", kda_problem(problem), num_sms)
+    return (variant(problem, make_schedule(problem, num_sms)),)
 
 
 def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> Forward:

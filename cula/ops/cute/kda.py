@@ -48,6 +48,7 @@ __all__ = [
     "kda_fwd",
     "kda_fwd_checkpoints",
     "kda_fwd_pool",
+    "kernels",
     "pool_why_not",
     "record_kda_decode",
     "record_kda_fwd",
@@ -98,9 +99,19 @@ def variant(problem: KdaProblem) -> str:
     return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
 
 
+def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
+    """The names of the kernels that a call launches on a GPU with so many SMs."""
+    if not isinstance(problem, KdaProblem):
+        return (decode.variant(problem),)
+    return (backward.variant(problem) if op == "kda_bwd" else _name(problem, make_schedule(problem, num_sms)),)
+
+
+def _name(problem: KdaProblem, schedule: Schedule) -> str:
+    return f"fused_{variant(problem)}" if schedule.is_fused else variant(problem)
+
+
 def _kernel(problem: KdaProblem, schedule: Schedule) -> Any:
-    name = variant(problem)
-    return load(f"fused_{name}" if schedule.is_fused else name, target_of(problem.sm))
+    return load(_name(problem, schedule), target_of(problem.sm))
 
 
 class KeptStates(NamedTuple):

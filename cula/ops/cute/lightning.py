@@ -33,6 +33,7 @@ from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
+    "kernels",
     "lightning_decode",
     "lightning_fwd",
     "lightning_fwd_pool",
@@ -174,10 +175,21 @@ def _final_state(p: LightningProblem, x: LightningInputs) -> Tensor | None:
     return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=x.q.device)
 
 
+def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
+    """The names of the kernels that a call launches on a GPU with so many SMs."""
+    if not isinstance(problem, LightningProblem):
+        return (decode.variant(problem),)
+    return _names(choose_schedule(problem, num_sms))
+
+
+def _names(schedule: Schedule) -> tuple[str, ...]:
+    recurrence = f"lightning_{schedule.kernel}"
+    return (f"lightning_ends_{schedule.kernel}", recurrence) if schedule.segment else (recurrence,)
+
+
 def _kernels(schedule: Schedule) -> tuple[Callable[..., Any], ...]:
     """What a schedule launches."""
-    recurrence = load(f"lightning_{schedule.kernel}", ARCH)
-    return (load(f"lightning_ends_{schedule.kernel}", ARCH), recurrence) if schedule.segment else (recurrence,)
+    return tuple(load(name, ARCH) for name in _names(schedule))
 
 
 def _numbers(p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float | bool]:

@@ -47,6 +47,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cula.core.aloud import said_if_long
 from cula.core.replay import record
 from cula.core.replay.record import Address, Frame, Launcher
 from cula.core.replay.torch_internals import current_device, current_stream
@@ -57,6 +58,7 @@ logger = logging.getLogger("cula")
 
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for addresses that are multiples of this, another for all others
 OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg", "launch_pdl"})
+KEPT = "kept in Triton's cache (python -m cula warmup compiles in parallel, ahead of time)"
 STRIDES = "_strides"  # how the names of parameters end that are tuples of strides
 
 
@@ -163,7 +165,8 @@ class Variant:
         launch = self._known.get(key)
         if launch is None:
             self._check_floats(rest)
-            self._known[key] = self._direct(self._by_triton(grid, arguments), strides, rest)
+            with said_if_long(f"compiling the Triton kernel {kernel.name}: some seconds, once for each GPU; {KEPT}"):
+                self._known[key] = self._direct(self._by_triton(grid, arguments), strides, rest)
         elif not launch(current_stream(device), grid, addresses, strides, rest):
             self._by_triton(grid, arguments)
 

@@ -12,6 +12,7 @@ BLACKWELL = Arch(
     modules={"kda": ("sm100.kda",), "decode": ("sm100.decode",)},
     serves=("kda", "gdn", "decode"),
     summary="hand-tuned kernels for Blackwell, CuTe DSL; never run on hardware: check themselves at first use",
+    num_sms=(148,),  # B200
     has_run=False,  # to change it: `pytest -m gpu` on one, and its figures in docs/kda-blackwell.md
     kda=KdaTraits(
         has_fused=False,

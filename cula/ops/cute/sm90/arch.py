@@ -17,6 +17,7 @@ HOPPER = Arch(
     },
     serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
+    num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
     has_run=True,
     kda=KdaTraits(
         has_fused=True,

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cula.ops.cute.toolchain import folders
 from cula.ops.cute.toolchain.variants import Variant, collect
 
 DSL = "nvidia-cutlass-dsl"
@@ -148,7 +149,7 @@ def build(
     lacking = missing()
     if lacking is not None:
         raise RuntimeError(f"cannot compile kernels for {arch}: {lacking}")
-    out.mkdir(parents=True, exist_ok=True)
+    folders.make(out)
     with tempfile.TemporaryDirectory() as scratch:
         listing = Path(scratch) / "built.json"
         command = [
@@ -234,6 +235,7 @@ def compile_variant(variant: Variant, arch: str, out: Path, keep_text: bool) -> 
         compiled.export_to_c(str(folder / "kernel.o"), function_name=variant.name)
         command = [str(linker()), "-shared", "-fPIC", "-o", str(folder / "kernel.so"), str(folder / "kernel.o")]
         subprocess.run(command, check=True)
+        (folder / "kernel.so").chmod(0o755)  # whatever the umask: code that others may write to is not loaded
         (folder / "kernel.json").write_text(facts.to_json())
         ends = ["json", "so"]  # the library last: where it is, the rest is
         if keep_text:

@@ -6,8 +6,9 @@
 
 With `CULA_KERNEL_DIR` set, kernels come from that folder, which `python -m cula.compile` made, and from nowhere else: a machine
 that serves never compiles. Otherwise they come from the folder that a wheel brought (`make wheel`), as long as the sources are
-the wheel's. Otherwise they come from the cache, and one that is not there is compiled first. The loading is the same: the CuTe
-runtime library, then `tvm_ffi.load_module`; the DSL is not imported into this process.
+the wheel's. Otherwise they come from the cache, and one that is not there is compiled first, which is said. The loading is the
+same: the CuTe runtime library, then `tvm_ffi.load_module`; the DSL is not imported into this process. A folder that others may
+write to is not loaded from (`folders.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import cula.version
 from cula import settings
-from cula.ops.cute.toolchain import build
+from cula.ops.cute.toolchain import build, folders
 from cula.ops.cute.toolchain.variants import modules_of, source_hash
 
 logger = logging.getLogger("cula")
@@ -81,12 +82,41 @@ def locate(name: str, arch: str, modules: tuple[str, ...]) -> Path:
         return _locate_compiled(kernels, name, arch, modules)
     if has_wheel_kernels(arch, modules):
         return IN_WHEEL / arch / f"{name}.so"
-    folder = cache_folder(arch, modules)
-    library = folder / f"{name}.so"
+    library, root = cache_folder(arch, modules) / f"{name}.so", settings.cache_dir()
+    if library.is_file() and folders.distrust(folders.within(root, library)) is None:
+        return library  # also where nothing can be written
+    library = folders.writable(library.parent, root) / library.name
     if not library.is_file():
-        logger.warning("compiling the kernel %s for %s: some %d seconds, once; kept in %s", name, arch, SECONDS, folder)
-        build.build(arch, modules, folder, [name], reuse=True)
+        logger.warning(
+            "compiling the kernel %s for %s: some %d seconds, once, because this install came without compiled kernels; kept in "
+            "%s (python -m cula warmup compiles ahead of time)",
+            name,
+            arch,
+            SECONDS,
+            library.parent,
+        )
+        build.build(arch, modules, library.parent, [name], reuse=True)
     return library
+
+
+@functools.cache
+def uncompiled(name: str, arch: str) -> str | None:
+    """Why a kernel is not to be had because compiling it failed, as a sentence, which is also said; None if it is there, now."""
+    try:
+        locate(name, arch, modules_of(arch))
+    except build.CompileError as error:
+        logger.warning(
+            "the kernel %s for %s does not compile on this machine, and calls that want it go to another backend:\n%s\n"
+            "Kernels are compiled by %s %s and linked by %s; a wheel with kernels (make wheel) or CULA_KERNEL_DIR needs neither.",
+            name,
+            arch,
+            error,
+            build.DSL,
+            build.DSL_VERSION,
+            build.linker(),
+        )
+        return f"its kernel {name} does not compile on this machine: {str(error).splitlines()[-1]}"
+    return None
 
 
 @functools.cache
@@ -111,7 +141,11 @@ def _locate_compiled(kernels: Path, name: str, arch: str, modules: tuple[str, ..
         raise RuntimeError(
             f"CULA_KERNEL_DIR={kernels} has no kernel {name} for {arch}: {_how_to_compile(arch, kernels)} without --only"
         )
-    return kernels / arch / f"{name}.so"
+    library, runtime = kernels / arch / f"{name}.so", kernels / RUNTIME
+    reason = folders.distrust([*folders.within(kernels, library), *([runtime] if runtime.is_file() else [])])
+    if reason is not None:
+        raise RuntimeError(f"CULA_KERNEL_DIR={kernels} is refused: {reason}")
+    return library
 
 
 def read_manifest(kernels: Path, arch: str) -> dict[str, Any]:
