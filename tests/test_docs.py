@@ -147,21 +147,3 @@ def test_every_page_has_a_place_in_the_site():
 def test_pictures_are_those_that_the_script_draws():
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
     assert drawn == {path.name: path.read_text() for path in pictures.TO.glob("*.svg")}
-
-
-@pytest.mark.parametrize(
-    ("page", "text", "there"),
-    [
-        ("index.md", "[a](docs/gdn.md#decode)", "[a](gdn.md#decode)"),
-        ("index.md", "![p](docs/benchmarks/H200-speedup.png)", "![p](benchmarks/H200-speedup.png)"),
-        ("index.md", "[log](docs/log/)", "[log](log/README.md)"),
-        ("guide/layout.md", "[c](../../CONTRIBUTING.md)", "[c](../contributing.md)"),
-        ("integrations.md", "[e](../examples/hf_generate.py)", "[e](examples/hf_generate.md)"),
-        ("benchmarks/results.md", "[r](../../README.md)", "[r](../index.md)"),
-        ("index.md", "[LICENSE](LICENSE)", "`LICENSE`"),
-        ("index.md", "[there](https://example.org)", "[there](https://example.org)"),
-        ("index.md", "```\n[a](docs/gdn.md)\n```", "```\n[a](docs/gdn.md)\n```"),
-    ],
-)
-def test_links_of_the_repository_become_links_of_the_site(page, text, there):
-    assert site.relink(text, page) == there

@@ -12,6 +12,7 @@ import ast
 import os
 import posixpath
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,34 @@ def on_post_template(output: str, template_name: str, config: Any) -> str:
 
 
 def relink(markdown: str, page: str) -> str:
-    """The text of a page with links that hold in the site; code is left as it is."""
+    """The text of a page with links that hold in the site."""
+    return _with_links(markdown, lambda picture, words, target: _link(picture, words, target, page))
+
+
+def detach(markdown: str, address: str | None = None) -> str:
+    """The README for a place that has none of the other files, a package's page: links and pictures lead to `address`, under
+    which the repository's files are; without one, the words of links are kept and pictures are left out."""
+
+    def to(picture: str, words: str, target: str) -> str:
+        if address is not None:
+            return f"{picture}[{words}]({address.rstrip('/')}/{target})"
+        return "" if picture else words
+
+    return _with_links(markdown, to)
+
+
+def _with_links(markdown: str, to: Callable[[str, str, str], str]) -> str:
+    """With every link to another file of the repository replaced; code, anchors and addresses are left as they are."""
+
+    def link(match: re.Match[str]) -> str:
+        is_elsewhere = re.match(r"\w+:", match[3]) or match[3].startswith("#")
+        return match[0] if is_elsewhere else to(*match.groups())
+
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(lambda m: _link(m, page), part) for part in parts)
+    return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
 
 
-def _link(match: re.Match[str], page: str) -> str:
-    picture, words, target = match.groups()
-    if re.match(r"\w+:", target) or target.startswith("#"):
-        return match.group(0)
+def _link(picture: str, words: str, target: str, page: str) -> str:
     name, _, anchor = target.partition("#")
     source = posixpath.normpath(posixpath.join(posixpath.dirname(source_of(page)), name))
     to = place(source) or place(posixpath.join(source, "README.md"))
