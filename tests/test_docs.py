@@ -147,3 +147,10 @@ def test_every_page_has_a_place_in_the_site():
 def test_pictures_are_those_that_the_script_draws():
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
     assert drawn == {path.name: path.read_text() for path in pictures.TO.glob("*.svg")}
+
+
+def test_the_repository_on_one_page_has_every_folder():
+    page = (ROOT / "docs" / "guide" / "layout.md").read_text()
+    folders = [path.name for path in (ROOT / "cula").iterdir() if (path / "__init__.py").is_file()]
+    assert len(folders) > 8
+    assert [name for name in folders if f"{name}/" not in page] == []
