@@ -101,7 +101,7 @@ def _ratios(axes: Any, title: str, groups: Sequence[summary.Group]) -> dict[str,
         mean = summary.geomean(ratio for _, ratio in best) or 1.0
         axes.barh(place, mean - 1, left=1, height=0.62, color=COLOURS["cula" if mean >= 1 else "fla"], alpha=0.25)
         for name, ratio in best:
-            _mark(axes, name, ratio, place, size=16)
+            _mark(axes, name, ratio, place, size=4)
             seen[name] = None
         axes.text(1.01, place, summary.times(mean), va="center", transform=axes.get_yaxis_transform(), fontweight="bold")
     _log_axis(axes, (r for g in groups for r, _ in g.against_best))
@@ -265,7 +265,7 @@ def _error(figure: Any, rows: Sequence[Row]) -> bool:
             for name, entry in row["entries"].items():
                 error = summary.largest_error(entry)
                 if entry["status"] == "ok" and error and "over_floor" in entry:
-                    _mark(axes, name, entry["over_floor"], error, size=14)
+                    _mark(axes, name, entry["over_floor"], error, size=3.7)
                     seen[name] = None
                     values.append(entry["over_floor"])
         _log_axis(axes, values, one="floor", steps=(1, 4))
@@ -287,11 +287,11 @@ def _error(figure: Any, rows: Sequence[Row]) -> bool:
 # What they share
 
 
-def _mark(axes: Any, library: str, x: float, y: float, size: float = 22) -> None:
+def _mark(axes: Any, library: str, x: float, y: float, size: float = 4.7) -> None:
     is_ours = library == "cula"
-    axes.scatter(
-        x, y, s=size, marker=MARKERS.get(library, "x"), color=COLOURS.get(library, OTHER), zorder=3 if is_ours else 2,
-        alpha=1.0 if is_ours else 0.75, linewidths=0,
+    axes.plot(
+        x, y, MARKERS.get(library, "x"), color=COLOURS.get(library, OTHER), markersize=size, markeredgewidth=0,
+        alpha=1.0 if is_ours else 0.75, zorder=3 if is_ours else 2,
     )  # fmt: skip
 
 
