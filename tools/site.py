@@ -25,7 +25,7 @@ PAGES = {  # page of the repository: page of the site
     "tools/ptx/README.md": "simulator.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme would load from there, docs/assets/worker.js does
+SHIM = re.compile(r"https://[^\"\s]+/iframe-worker/shim")  # what the theme would load from there, docs/assets/worker.js does
 FENCE = re.compile(r"(^```.*?^```[^\S\n]*$)", re.DOTALL | re.MULTILINE)
 
 
@@ -68,11 +68,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    return output.replace(SHIM, os.path.relpath("assets/worker.js", posixpath.dirname(page.file.dest_uri) or "."))
+    return SHIM.sub(os.path.relpath("assets/worker.js", posixpath.dirname(page.file.dest_uri) or "."), output)
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:
-    return output.replace(SHIM, "assets/worker.js")  # 404.html
+    return SHIM.sub("assets/worker.js", output)  # 404.html
 
 
 def relink(markdown: str, page: str) -> str:

@@ -47,8 +47,9 @@ def test_the_readme_leads_to_an_address_where_there_is_one():
 def test_nothing_is_loaded_from_elsewhere():
     """The theme's only script from another host is replaced by one of ours."""
     page = type("Page", (), {"file": type("File", (), {"dest_uri": "guide/usage.html"})})
-    assert site.on_post_page(f'<script src="{site.SHIM}">', page, None) == '<script src="../assets/worker.js">'
-    assert site.on_post_template(site.SHIM, "404.html", None) == "assets/worker.js"
+    script = '<script src="https://some.host/iframe-worker/shim">'
+    assert site.on_post_page(script, page, None) == '<script src="../assets/worker.js">'
+    assert site.on_post_template(script, "404.html", None) == '<script src="assets/worker.js">'
     assert (ROOT / "docs" / "assets" / "worker.js").is_file()
 
 
