@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make wheel`: a wheel with every CuTe kernel compiled in, so that a first call needs no compiler.
 
-    python tools/wheel.py [--out dist] [--arch sm_90a ...] [--kernels DIR] [--python python3.12 ...] [--address https://...]
+    python tools/wheel.py [--out dist] [--arch sm_90a ...] [--kernels DIR] [--python python3.12 ...]
 
 The wheel that the build backend makes has sources only. This adds `cula/compiled/<arch>/`, which `python -m cula.compile` makes
 here (or made before, in the folder that --kernels names), and `native.c` compiled for each Python that is named; writes down in
@@ -40,18 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", default=list(MODULES), choices=list(MODULES), help="default: all that have kernels")
     parser.add_argument("--kernels", type=Path, help="compiled kernels to take; those it lacks are compiled into it")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to compile native.c for")
-    parser.add_argument("--address", help="where the repository's files are: links and pictures of the package's page lead there")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--address", help="where the repository's files are: links and pictures of the package's page lead there")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         kernels = args.kernels or Path(scratch) / "kernels"
         for arch in args.arch:
             compile_kernels(arch, kernels, args.jobs)
-        pure = build_sources(Path(scratch), args.address)
+        pure = build_sources(Path(scratch))
         tree = unpack(pure, Path(scratch) / "tree")
         add_kernels(tree, kernels, args.arch)
         for python in args.python:
             add_native(tree, python)
+        describe(tree, args.address)
         wheel = pack(tree, args.out)
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
     return 0
@@ -67,15 +68,13 @@ def compile_kernels(arch: str, kernels: Path, jobs: int) -> None:
     run(sys.executable, "-m", "cula.compile", "--arch", arch, "--out", kernels, "--no-runtime", "--jobs", jobs)
 
 
-def build_sources(scratch: Path, address: str | None = None) -> Path:
-    """The wheel of sources alone, from a copy of what git tracks: nothing that lies about gets in. Its description is the README
-    without links that would lead nowhere from a package's page."""
+def build_sources(scratch: Path) -> Path:
+    """The wheel of sources alone, from a copy of what git tracks: nothing that lies about gets in."""
     copy = scratch / "sources"
     for name in subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    (copy / "README.md").write_text(site.detach((ROOT / "README.md").read_text(), address))
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch / "pure", copy)
     (wheel,) = (scratch / "pure").glob("*.whl")
     return wheel
@@ -103,6 +102,13 @@ def add_native(tree: Path, python: str) -> None:
     include, suffix = found.splitlines()
     to = (tree / NATIVE).with_name(NATIVE_MODULE + suffix)
     run("gcc", "-O2", "-shared", "-fPIC", "-s", "-I", include, "-o", to, tree / NATIVE)
+
+
+def describe(tree: Path, address: str | None) -> None:
+    """The package's page is the README, without links that would lead nowhere from there."""
+    about = next(tree.glob("*.dist-info")) / "METADATA"
+    head, _, readme = about.read_text().partition("\n\n")
+    about.write_text(f"{head}\n\n{site.detach(readme, address)}")
 
 
 def pack(tree: Path, out: Path) -> Path:

@@ -19,9 +19,8 @@ class GatedDeltaNet(LinearAttention):
     """Gated DeltaNet with short convolutions, gates and norm, with FLA's parameters.
 
     Args:
-        hidden_size, expand_v, head_dim, num_heads, num_v_heads: sizes, as in `KimiDeltaAttention`.
-        use_short_conv, conv_size, conv_bias, allow_neg_eigval: as in `KimiDeltaAttention`.
-        layer_idx, norm_eps, tp_group, cp_group: as in `KimiDeltaAttention`.
+        hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, conv_size, conv_bias, allow_neg_eigval,
+            layer_idx, norm_eps, tp_group, cp_group: as in `KimiDeltaAttention`.
         use_gate: whether the output has a gate.
         output_gate_activation: "swish", "silu" (the same) or "sigmoid".
 
