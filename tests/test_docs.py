@@ -141,7 +141,8 @@ def test_every_page_has_a_place_in_the_site():
     assert len(set(named)) == len(named)
     made = set(site.PAGES.values()) | set(site.examples().values())
     written = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
-    assert set(named) == made | written
+    assert (made | written) - set(named) == set(), "give these a line in the nav of mkdocs.yml"
+    assert set(named) - (made | written) == set(), "the nav of mkdocs.yml names these, which are not there"
 
 
 def test_pictures_are_those_that_the_script_draws():
