@@ -1,11 +1,11 @@
-# make demo | test | test-slow | fuzz | lint | format | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | test-slow | fuzz | lint | format | docs | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHONS ?= $(BIN)/python  # that a wheel has native code for
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test test-slow fuzz lint format wheel bench-pages clean
+.PHONY: demo test test-slow fuzz lint format docs wheel bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,9 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(VENV)/installed-docs  # the site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 wheel: $(VENV)/installed  # dist/*.whl, with kernels compiled for every architecture: some ten minutes
 	$(BIN)/python tools/wheel.py --python $(PYTHONS)
 
@@ -40,5 +43,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/pip install --quiet $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info demo_out
+	rm -rf $(VENV) build site *.egg-info demo_out

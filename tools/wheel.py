@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from cula.ops.cute.toolchain import loader  # noqa: E402
 from cula.ops.cute.toolchain.variants import MODULES, modules_of, source_hash  # noqa: E402
+from tools import site  # noqa: E402
 
 NATIVE = Path("cula/core/replay/native.c")
 NATIVE_MODULE = "cula_native"
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="compiled kernels to take; those it lacks are compiled into it")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to compile native.c for")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--address", help="where the repository's files are: links and pictures of the package's page lead there")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         kernels = args.kernels or Path(scratch) / "kernels"
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_kernels(tree, kernels, args.arch)
         for python in args.python:
             add_native(tree, python)
+        describe(tree, args.address)
         wheel = pack(tree, args.out)
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
     return 0
@@ -111,6 +114,13 @@ def add_native(tree: Path, python: str) -> None:
     include, suffix = found.splitlines()
     to = (tree / NATIVE).with_name(NATIVE_MODULE + suffix)
     run("gcc", "-O2", "-shared", "-fPIC", "-s", "-I", include, "-o", to, tree / NATIVE)
+
+
+def describe(tree: Path, address: str | None) -> None:
+    """The package's page is the README, without links that would lead nowhere from there."""
+    about = next(tree.glob("*.dist-info")) / "METADATA"
+    head, _, readme = about.read_text().partition("\n\n")
+    about.write_text(f"{head}\n\n{site.detach(readme, address)}")
 
 
 def pack(tree: Path, out: Path) -> Path:

@@ -78,7 +78,7 @@ def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[st
 
 
 def _suites(results: Sequence[Result], rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
-    out = _setting(results)
+    out = _pictures(pictures, list(pictures)[:1])
     out += ["## Summary", "", *_md_table(summary.HEAD, [g.cells() for g in summary.groups(rows)]), ""]
     out += [
         "The floor is the time in which this machine copies the bytes that must move. A ratio above 1 means that the fastest "
@@ -86,11 +86,19 @@ def _suites(results: Sequence[Result], rows: Sequence[Row], pictures: dict[str, 
         "",
     ]
     out += _losses(rows)
-    for title, path in pictures.items():
-        if path.suffix == ".png":
-            out += [f"![{title}]({path.name})", ""]
+    if len(pictures) > 1:
+        out += ["## Pictures", "", *_pictures(pictures, list(pictures)[1:])]
     for suite in dict.fromkeys(row["suite"] for row in rows):
         out += _suite(suite, [row for row in rows if row["suite"] == suite])
+    return out
+
+
+def _pictures(pictures: dict[str, Path], titles: Sequence[str]) -> list[str]:
+    out = []
+    for title in titles:
+        out += [f"![{title}]({pictures[title].name})", ""]
+        if title in plots.CAPTIONS:
+            out += [f"*{title}.* {plots.CAPTIONS[title]}", ""]
     return out
 
 
@@ -103,7 +111,8 @@ def _setting(results: Sequence[Result]) -> list[str]:
         cells += [v["cuda"] or "", v["triton"] or "", f"{r['bandwidth'] / 1e12:.2f}", f"{r['seconds']:.0f}"]
         lines.append(cells)
     found = [(p["title"], p["status"], p.get("version") or p.get("reason", "")) for p in _peers(results).values()]
-    return [*_md_table(head, lines), "", *_md_table(("peer", "", "version, or what to install"), found), ""]
+    tables = [*_md_table(head, lines), "", *_md_table(("peer", "", "version, or what to install"), found), ""]
+    return ["## Machine and versions", "", *tables]
 
 
 def _peers(results: Sequence[Result]) -> dict[str, dict[str, str]]:
@@ -231,7 +240,7 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
         "stands in each row of the result files. Peak memory is above the inputs.",
         "",
     ]
-    return out
+    return out + _setting(results)
 
 
 def _left_out(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
@@ -265,19 +274,22 @@ def update_readme(readme: Path, loaded: Sequence[Result], rows: Sequence[Row], p
 
     results = [r for r in loaded if not is_of_script(r)]
     device = results[-1]["machine"]["device"] if results else loaded[-1]["machine"]
-    keep = (0, 2, 3, 4, 5, 6)
+    keep = (0, 2, 3, 4, 5, 6, 7)
     groups = summary.groups(rows)
     shown = [g for g in groups if g.is_headline] or groups
     body = _md_table([summary.HEAD[i] for i in keep], [[g.cells()[i] for i in keep] for g in shown])
+    against = [f"{p['title']} {p['version']}" for p in _peers(results).values() if p["status"] == "found"]
     block = [
         BEGIN,
-        f"On {device}, generated from result files; [all tables]({link(page)}).",
+        f"On {device}, generated from result files; [all tables and pictures]({link(page)}). "
+        f"Peers ran in the same process on the same inputs: {', '.join(against) or 'none'}. "
+        "The best peer of a case is the fastest one that was right. Fast gates forget within a few chunks, slow ones do not.",
         "",
         *body,
         "",
     ]
-    if (picture := next((p for title, p in pictures.items() if p.suffix == ".png"), None)) is not None:
-        block += [f"![{short_name(loaded[-1])}]({link(picture)})", ""]
+    for title, picture in list(pictures.items())[:1]:
+        block += [f"![{title}, by suite]({link(picture)})", ""]
     readme.write_text(before + "\n".join([*block, END]) + after)
 
 

@@ -90,6 +90,12 @@ class Group:
         return sum(ratio < 1 for ratio, _ in self.against_best)
 
     @property
+    def rivals(self) -> str:
+        """Which peer was the best, in how many rows."""
+        found = Counter(best[0] for r in self.ranked if (best := best_peer(r)) is not None)
+        return ", ".join(f"{name} {n}" for name, n in found.most_common())
+
+    @property
     def failures(self) -> list[str]:
         """Peers that raised: without them, the best of the others says less."""
         found = Counter(name for r in self.rows for name, e in r["entries"].items() if name != "cula" and e["status"] == "failed")
@@ -115,6 +121,7 @@ class Group:
             if ratios
             else "",
             f"{times(weakest[0])} ({weakest[1]})" if weakest else "",
+            self.rivals,
             str(self.losses) if ratios else "",
         ]
 
@@ -127,6 +134,7 @@ HEAD = (
     "worst",
     "best peer / cuLA, geomean of the rows with a peer",
     "worst",
+    "best peer, rows",
     "slower than a peer",
 )
 

@@ -53,6 +53,8 @@ def test_the_wheel_has_sources_kernels_and_native_code(kernels, tmp_path):
     assert {f"cula/compiled/{arch}/some_kernel.so" for arch in MODULES} <= set(names)
     assert any(name.startswith("cula/core/replay/cula_native.") and name.endswith(".so") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "tools/", "benchmarks/"))]
+    described = next((tmp_path / "installed").glob("*.dist-info/METADATA")).read_text()
+    assert "## Quick start" in described and "](docs/" not in described  # what a package's page would not find
     listed = next((tmp_path / "installed").glob("*.dist-info/RECORD")).read_text()
     assert "cula/compiled/sm_90a/some_kernel.so,sha256=" in listed
     said = subprocess.run(
