@@ -5,3 +5,5 @@
 BLACKWELL_KDA = tuple(f"kda_{kind}" for kind in (
     "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_safe_bf16", "f16_softplus_bf16", "f16_gate_bf16_scalar",
 ))  # fmt: skip
+
+BLACKWELL_LIGHTNING = tuple(f"lightning_{kind}" for kind in ("d128", "ends_d128", "d64", "ends_d64"))

@@ -14,6 +14,7 @@ from cula.core.checks import word
 from cula.core.dispatch import AnyProblem, Backend
 from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
+from cula.lightning.problem import LightningProblem
 from cula.ops.cute.arch import Arch
 from cula.ops.cute.archs import ARCHS
 from cula.ops.cute.sm90.arch import HOPPER
@@ -39,7 +40,7 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     problem = _of_kernels(problem)
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
-    if reason is not None or arch.has_run or not isinstance(problem, KdaProblem):
+    if reason is not None or arch.has_run or not isinstance(problem, (KdaProblem, LightningProblem)):
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
 

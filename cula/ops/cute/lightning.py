@@ -42,6 +42,7 @@ __all__ = [
     "record_lightning_fwd",
     "record_lightning_fwd_pool",
     "run",
+    "variant",
     "why_not",
 ]
 
@@ -56,6 +57,11 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     if problem.K != problem.V or problem.K not in HEAD_DIMS:
         return f"takes head dims K = V of {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     return None
+
+
+def variant(problem: LightningProblem) -> str:
+    """The kernel whose agreement with torch stands for all that a call may launch, where kernels have not run on hardware."""
+    return f"lightning_d{problem.V}"
 
 
 @functools.lru_cache(maxsize=1024)

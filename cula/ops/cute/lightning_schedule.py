@@ -50,8 +50,8 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     ),
     # Counted on paper for a B200, not measured: docs/lightning-blackwell.md.
     "sm100": (
-        Kernel("d64", 64, 128, chunk_us=1.2, ends_us=0.6, launch_us=8.0, seed_us=0.6, bytes_per_us=7e6),
-        Kernel("d128", 128, 128, chunk_us=1.5, ends_us=0.8, launch_us=8.0, seed_us=1.2, bytes_per_us=7e6),
+        Kernel("d64", 64, 128, chunk_us=0.8, ends_us=0.35, launch_us=8.0, seed_us=1.2, bytes_per_us=7e6),
+        Kernel("d128", 128, 128, chunk_us=1.3, ends_us=0.5, launch_us=8.0, seed_us=2.4, bytes_per_us=7e6),
     ),
 }
 ITEM_US = 3.0  # first loads and last stores of an item

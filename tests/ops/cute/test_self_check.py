@@ -14,6 +14,7 @@ from cula.core.dispatch import choose
 from cula.ops.cute import kda
 from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.ops.cute.test_lightning import HOPPER as LIGHTNING_HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
 NAME = "kda_bf16_gate_bf16"
@@ -135,3 +136,26 @@ def test_a_name_says_what_calls_a_kernel_takes():
         assert flags == want
         p, _ = self_check.make(self_check.CALLS[0], flags, torch.device("cpu"), (10, 0))
         assert kda.variant(p) == name
+
+
+def test_lightning_is_checked_too(gpu):
+    made = gpu(error=2.4e-3)
+    problem = dataclasses.replace(LIGHTNING_HOPPER, sm=(10, 0))
+    with pytest.warns(UserWarning, match=r"sm_100a kernels.*never run on hardware, but agree .* on this NVIDIA B200"):
+        choice = choose("lightning_fwd", problem)
+    assert choice.name == "cute_sm100" and "never run on hardware" in str(choice)
+    assert choose("lightning_fwd", dataclasses.replace(problem, K=64, V=64)).name == "cute_sm100"
+    assert made == [("lightning_d128", "sm_100a", 1), ("lightning_d64", "sm_100a", 1)]
+    gpu(error=3e-2)
+    other = choose("lightning_fwd", dataclasses.replace(problem, K=128, V=128), may_run=False)
+    assert other.name == "cute_sm100", "what was found before holds"
+    declined = choose("lightning_fwd", dataclasses.replace(problem, K=256, V=256))
+    assert dict(declined.passed_over)["cute_sm100"].startswith("takes head dims K = V of")
+
+
+def test_a_lightning_kernel_that_is_off_is_not_used(gpu):
+    gpu(error=3e-2)
+    choice = choose("lightning_fwd", dataclasses.replace(LIGHTNING_HOPPER, sm=(10, 0)))
+    assert choice.name == "triton"
+    sentence = "on this GPU lightning_d128 differs from the torch backend by 3.0e-02 (limit 1e-02)"
+    assert dict(choice.passed_over)["cute_sm100"] == sentence

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from cula import settings
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.ops.cute import kda
+from cula.lightning.problem import LightningProblem
+from cula.ops.cute import kda, lightning, lightning_self_check
 from cula.ops.cute.archs import arch_of, target_of
 from cula.ops.cute.kda_abi import K, V
 from cula.ops.cute.kda_schedule import split_into
@@ -44,7 +45,12 @@ LIMIT = 1e-2
 SECONDS = 120.0  # for the process: several times what a busy machine needs
 
 
-def objection(problem: KdaProblem, may_run: bool = True) -> str | None:
+def kernel_of(problem: KdaProblem | LightningProblem) -> str:
+    """The kernel that a call's agreement is asked of."""
+    return lightning.variant(problem) if isinstance(problem, LightningProblem) else kda.variant(problem)
+
+
+def objection(problem: KdaProblem | LightningProblem, may_run: bool = True) -> str | None:
     """Why the kernel for this call should not be used on this machine, as a sentence; None if it may be.
 
     Args:
@@ -60,9 +66,9 @@ def objection(problem: KdaProblem, may_run: bool = True) -> str | None:
         _warn(arch, "and CULA_SELF_CHECK=0 leaves out comparing them with the torch backend here")
         return None
     if not may_run:
-        found = known(kda.variant(problem), arch, torch.cuda.get_device_name(gpu))
-        return None if found is None else _judge(kda.variant(problem), found)
-    reason = _objection(kda.variant(problem), arch, gpu)
+        found = known(kernel_of(problem), arch, torch.cuda.get_device_name(gpu))
+        return None if found is None else _judge(kernel_of(problem), found)
+    reason = _objection(kernel_of(problem), arch, gpu)
     if reason is None:
         _warn(arch, f"but agree with the torch backend on this {torch.cuda.get_device_name(gpu)}")
     return reason
@@ -144,7 +150,7 @@ def _measure(name: str, arch: str, gpu: int) -> dict:
         return json.loads(out.read_text())
 
 
-# The calls.
+# The calls. Those of Lightning are in `lightning_self_check.py`.
 
 
 class Flags(NamedTuple):
@@ -221,6 +227,8 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
 
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
     """The largest relative difference, of outputs and last states of the calls."""
+    if name.startswith("lightning_"):
+        return lightning_self_check.worst_error(name, device, sm)
     from cula.ops.torch.kda import kda_fwd
 
     worst = 0.0
