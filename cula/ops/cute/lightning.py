@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning Attention on the CuTe kernels: what they serve, and the launches.
 
-`sm90/lightning.py` says what the kernels compute, `lightning_abi.py` what they are given, `lightning_schedule.py` which of them
-takes a call. Forward only: the gradient is another backend's.
+`common/lightning.py` and each architecture's `lightning.py` say what the kernels compute, `lightning_abi.py` what they are given,
+`lightning_schedule.py` which of them takes a call. Forward only: the gradient is another backend's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute import decode
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as lightning_decode
 from cula.ops.cute.decode import record_decode as record_lightning_decode
 from cula.ops.cute.launch import record
@@ -42,10 +43,10 @@ __all__ = [
     "record_lightning_fwd",
     "record_lightning_fwd_pool",
     "run",
+    "variant",
     "why_not",
 ]
 
-ARCH = "sm_90a"
 HEAD_DIMS = (64, 128)
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, num_seqs, length
 
@@ -57,6 +58,11 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     if problem.K != problem.V or problem.K not in HEAD_DIMS:
         return f"takes head dims K = V of {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     return None
+
+
+def variant(problem: LightningProblem) -> str:
+    """The kernel whose agreement with torch stands for all that a call may launch, where kernels have not run on hardware."""
+    return f"lightning_d{problem.V}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -96,7 +102,7 @@ def run(
     tensors |= state_tensors(h0, ht, pool)
     addresses = LIGHTNING.pack_addresses({name: address(t) for name, t in tensors.items()})
     numbers = LIGHTNING.pack_numbers(_numbers(problem, x, schedule, to) | state_numbers(problem, h0, ht, pool))
-    for kernel in _kernels(schedule):
+    for kernel in _kernels(problem, schedule):
         kernel(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
@@ -126,7 +132,7 @@ def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Poo
     sources: dict[str, int | None] = {name: of[name] for name in ("q", "k", "v", "decay", "cu_seqlens")}
     sources |= {"o": ~0, "seeds": ~2 if schedule.segment else None, **state_sources(of, pool, ~1)}
     numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool)
-    launches = tuple(record(LIGHTNING, kernel, sources, numbers, tuple(_sizes(p, schedule))) for kernel in _kernels(schedule))
+    launches = tuple(record(LIGHTNING, kernel, sources, numbers, tuple(_sizes(p, schedule))) for kernel in _kernels(p, schedule))
     place_of_out = None if out is None else of["out"]
     outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
     labels = prefill_labels(x, serving, ("q", "k", "v"), p.is_packed)
@@ -187,9 +193,9 @@ def _names(schedule: Schedule) -> tuple[str, ...]:
     return (f"lightning_ends_{schedule.kernel}", recurrence) if schedule.segment else (recurrence,)
 
 
-def _kernels(schedule: Schedule) -> tuple[Callable[..., Any], ...]:
+def _kernels(p: LightningProblem, schedule: Schedule) -> tuple[Callable[..., Any], ...]:
     """What a schedule launches."""
-    return tuple(load(name, ARCH) for name in _names(schedule))
+    return tuple(load(name, target_of(p.sm)) for name in _names(schedule))
 
 
 def _numbers(p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float | bool]:

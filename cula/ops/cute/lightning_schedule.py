@@ -2,7 +2,7 @@
 """Lightning's prefill: which kernel takes a call, and into how many segments sequences are split.
 
 Where (sequence, head) pairs are too few to fill the GPU, sequences are split into segments that run side by side. That costs a
-first pass over k and v, and each segment reads what the ones before it left (`sm90/lightning.py`).
+first pass over k and v, and each segment reads what the ones before it left (`common/lightning.py`).
 """
 
 from __future__ import annotations
@@ -12,29 +12,51 @@ from dataclasses import dataclass
 
 from cula.core.constants import CHUNK
 from cula.lightning.problem import LightningProblem
+from cula.ops.cute.archs import arch_of
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A kernel and how its work is split."""
 
-    kernel: str  # d128, d128_half or d64
+    kernel: str  # of the architecture's `KERNELS`
     segment: int  # tokens; 0: sequences are whole
     per_seq: int  # segments of every sequence, where all are of one length
     num_ids: int  # segments in all, or sequences
     num_blocks: int
 
 
-# Microseconds on an H200, bf16, fitted to the times of various kernels and schedules of T = 2048 to 131072 with H = 4 to 96. Only
-# their ratios matter, to weigh schedules and kernels against each other.
-CHUNK_US = {"d128": 1.65, "d128_half": 1.02, "d64": 0.8}  # of the recurrence, where memory does not hold it up
-ENDS_US = {"d128": 0.7, "d128_half": 0.4, "d64": 0.4}  # a chunk of the first pass
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and microseconds that weigh it and its schedules against others; only ratios matter."""
+
+    name: str
+    D: int  # K = V
+    chunk: int  # tokens; segments are a multiple
+    chunk_us: float  # of the recurrence, where memory does not hold it up
+    ends_us: float  # a chunk of the first pass
+    launch_us: float  # the first pass's own beginning and end
+    seed_us: float  # reading the end of one earlier segment
+    bytes_per_us: float  # of the GPU's memory
+    blocks_of_v: int = 1  # that a head is given to
+
+
+KERNELS: dict[str, tuple[Kernel, ...]] = {
+    # Fitted to the times of various kernels and schedules of T = 2048 to 131072 with H = 4 to 96 on an H200, bf16.
+    "sm90": (
+        Kernel("d64", 64, 64, chunk_us=0.8, ends_us=0.4, launch_us=8.0, seed_us=0.3, bytes_per_us=4.2e6),
+        Kernel("d128", 128, 64, chunk_us=1.65, ends_us=0.7, launch_us=14.0, seed_us=1.2, bytes_per_us=4.2e6),
+        Kernel("d128_half", 128, 64, chunk_us=1.02, ends_us=0.4, launch_us=8.0, seed_us=0.6, bytes_per_us=4.2e6, blocks_of_v=2),
+    ),
+    # Counted on paper for a B200, not measured: docs/lightning-blackwell.md.
+    "sm100": (
+        Kernel("d64", 64, 128, chunk_us=0.8, ends_us=0.35, launch_us=8.0, seed_us=1.2, bytes_per_us=7e6),
+        Kernel("d128", 128, 128, chunk_us=1.3, ends_us=0.5, launch_us=8.0, seed_us=2.4, bytes_per_us=7e6),
+    ),
+}
 ITEM_US = 3.0  # first loads and last stores of an item
-LAUNCH_US = {"d128": 14.0, "d128_half": 8.0, "d64": 8.0}  # the first pass's own beginning and end
-SEED_US = {"d128": 1.2, "d128_half": 0.6, "d64": 0.3}  # reading the end of one earlier segment
-BYTES_PER_US = 4.2e6
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-MIN_SEGMENT_CHUNKS = 4
+SHORTEST_SEGMENT = 4 * CHUNK  # tokens
 
 
 def choose_schedule(problem: LightningProblem, num_sms: int) -> Schedule:
@@ -46,28 +68,29 @@ def choose_schedule(problem: LightningProblem, num_sms: int) -> Schedule:
         return split_into(p, of_one.kernel, of_one.segment, num_sms)
     # Packed lengths are not known here: as if all were alike.
     chunks = max(1, -(-(p.T // max(1, p.N) if p.is_packed else p.T) // CHUNK))
-    kernel, per_seq = _cheapest(p.N, p.HV, p.K, p.V, chunks, num_sms)
+    kernel, per_seq = _cheapest(arch_of(p.sm).name, p.N, p.HV, p.V, chunks * CHUNK, num_sms)
     return make_schedule(problem, kernel, per_seq, num_sms)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest(N: int, HV: int, K: int, V: int, chunks: int, num_sms: int) -> tuple[str, int]:
+def _cheapest(arch: str, N: int, HV: int, V: int, tokens: int, num_sms: int) -> tuple[str, int]:
     """The kernel, and the number of segments to a sequence. Kept, because lengths change at every call and chunks seldom."""
     options = [
-        (_cost(kernel, N, HV, K, chunks, per_seq, num_sms), kernel, per_seq)
-        for kernel in (("d64",) if V == 64 else ("d128", "d128_half"))
+        (_cost(kernel, N, HV, tokens, per_seq, num_sms), kernel.name, per_seq)
+        for kernel in KERNELS[arch]
+        if kernel.D == V
         for per_seq in SEGMENT_COUNTS
-        if per_seq == 1 or chunks >= per_seq * MIN_SEGMENT_CHUNKS
+        if per_seq == 1 or tokens >= per_seq * SHORTEST_SEGMENT
     ]
-    _, kernel, per_seq = min(options)
-    return kernel, per_seq
+    _, name, per_seq = min(options)
+    return name, per_seq
 
 
 def make_schedule(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Schedule:
     """The schedule of a kernel with about `per_seq` segments to a sequence."""
     # Packed: a length that splits a sequence of the mean length so; a longer one is split into more.
-    tokens = problem.T // problem.N if problem.is_packed else problem.T
-    return split_into(problem, kernel, 0 if per_seq == 1 else -(-tokens // (per_seq * CHUNK)) * CHUNK, num_sms)
+    tokens, chunk = problem.T // problem.N if problem.is_packed else problem.T, _kernel_of(problem, kernel).chunk
+    return split_into(problem, kernel, 0 if per_seq == 1 else -(-tokens // (per_seq * chunk)) * chunk, num_sms)
 
 
 def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: int) -> Schedule:
@@ -78,19 +101,23 @@ def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: in
     else:
         per_seq = -(-T // segment) if segment else 1
         num_ids = N * per_seq
-    blocks_of_v = 2 if kernel == "d128_half" else 1
-    return Schedule(kernel, segment, per_seq, num_ids, min(num_ids * problem.HV * blocks_of_v, num_sms))
+    blocks = num_ids * problem.HV * _kernel_of(problem, kernel).blocks_of_v
+    return Schedule(kernel, segment, per_seq, num_ids, min(blocks, num_sms))
 
 
-def _cost(kernel: str, N: int, HV: int, K: int, chunks: int, per_seq: int, num_sms: int) -> float:
+def _kernel_of(problem: LightningProblem, name: str) -> Kernel:
+    return next(k for k in KERNELS[arch_of(problem.sm).name] if k.name == name)
+
+
+def _cost(kernel: Kernel, N: int, HV: int, tokens: int, per_seq: int, num_sms: int) -> float:
     """Microseconds."""
-    heads = N * HV
-    items = heads * per_seq * (2 if kernel == "d128_half" else 1)
+    heads, chunks = N * HV, -(-tokens // kernel.chunk)
+    items = heads * per_seq * kernel.blocks_of_v
     waves, length = -(-items // num_sms), -(-chunks // per_seq)
-    bytes_of_chunk = CHUNK * K * 2
-    recurrence = max(waves * (ITEM_US + length * CHUNK_US[kernel]), heads * chunks * 4 * bytes_of_chunk / BYTES_PER_US)
+    bytes_of_chunk = kernel.chunk * kernel.D * 2
+    recurrence = max(waves * (ITEM_US + length * kernel.chunk_us), heads * chunks * 4 * bytes_of_chunk / kernel.bytes_per_us)
     if per_seq == 1:
         return recurrence
     share = (per_seq - 1) / per_seq
-    ends = max(waves * length * ENDS_US[kernel], heads * chunks * share * 2 * bytes_of_chunk / BYTES_PER_US)
-    return recurrence + ends + LAUNCH_US[kernel] + (per_seq - 1) * SEED_US[kernel]
+    ends = max(waves * length * kernel.ends_us, heads * chunks * share * 2 * bytes_of_chunk / kernel.bytes_per_us)
+    return recurrence + ends + kernel.launch_us + (per_seq - 1) * kernel.seed_us

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blackwell's KDA kernels are compiled in one process, by whichever test first needs one of them, and so are those of decode.
-What Hopper alone has kernels for is not run on other GPUs."""
+"""Blackwell's kernels of a family are compiled in one process, by whichever test first needs one of them, and so are those of
+decode. What Hopper alone has kernels for is not run on other GPUs."""
 
 import pytest
 import torch
 
-from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA
+from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA, BLACKWELL_LIGHTNING
 from tools.ptx import compile_together
 
 compile_together("sm_100a", BLACKWELL_KDA)
+compile_together("sm_100a", BLACKWELL_LIGHTNING)
 compile_together("sm_100a", BLACKWELL_DECODE)
 
 HOPPERS = ("test_gdn.py", "test_kda_bwd.py")

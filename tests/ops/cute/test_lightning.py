@@ -13,7 +13,8 @@ from cula.core.constants import CHUNK
 from cula.core.dispatch import choose
 from cula.core.kernels import Pool
 from cula.core.replay import record
-from cula.lightning.problem import LightningInputs, LightningOptions, LightningProblem, check_lightning
+from cula.lightning import problem as lightning_problem
+from cula.lightning.problem import LightningInputs, LightningOptions, LightningProblem
 from cula.ops.cute import lightning
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_schedule import choose_schedule, make_schedule
@@ -43,6 +44,12 @@ HOPPER = LightningProblem(
 NUM_SMS = 132
 
 
+def check_lightning(inputs, options, sm=HOPPER.sm):
+    """A call; on a CPU, for the kernels of `sm`."""
+    problem, x = lightning_problem.check_lightning(inputs, options)
+    return dataclasses.replace(problem, sm=problem.sm or sm), x
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
@@ -57,7 +64,7 @@ def with_kernels(monkeypatch):
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
         ({"K": 64}, "takes head dims K = V of"),
         ({"K": 256, "V": 256}, "takes head dims K = V of"),
-        ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
+        ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
         ({"T": 0}, "at least one token"),
     ],
     ids=str,
@@ -86,10 +93,11 @@ def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize(("N", "HV"), [(1, 1), (1, 8), (2, 64), (7, 96), (300, 4)])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
-def test_a_schedule_covers_every_token(T, N, HV, is_packed, D):
-    problem = dataclasses.replace(HOPPER, B=1 if is_packed else N, T=T, N=N, H=HV, HV=HV, K=D, V=D, is_packed=is_packed)
+@pytest.mark.parametrize(("sm", "chunk"), [((9, 0), CHUNK), ((10, 0), 128)], ids=["sm90", "sm100"])
+def test_a_schedule_covers_every_token(T, N, HV, is_packed, D, sm, chunk):
+    problem = dataclasses.replace(HOPPER, sm=sm, B=1 if is_packed else N, T=T, N=N, H=HV, HV=HV, K=D, V=D, is_packed=is_packed)
     schedule = choose_schedule(problem, NUM_SMS)
-    assert schedule.segment % CHUNK == 0
+    assert schedule.segment % chunk == 0
     assert 1 <= schedule.num_blocks <= NUM_SMS
     if not schedule.segment:
         assert schedule.num_ids == N
@@ -233,12 +241,13 @@ def test_which_pools_are_updated_in_place():
 @pytest.mark.parametrize("names", [("q", "k"), ("h0", "ht"), ("H", "HV"), ("has_h0", "has_ht"), ("segment", "length")], ids=str)
 def test_swapped_arguments_are_noticed_before_any_launch(names):
     from cula.ops.cute.common.arguments import fake_arguments
+    from cula.ops.cute.common.lightning import lightning_host
     from cula.ops.cute.sm90.lightning import CONFIGS, LightningSm90
 
-    host = LightningSm90(CONFIGS["d128"])
-    fake_arguments(LIGHTNING, host)
+    target = LightningSm90(CONFIGS["d128"])
+    fake_arguments(LIGHTNING, lightning_host, target)
     with pytest.raises(TypeError, match=r"lightning: the description has .* where the host function has"):
-        fake_arguments(swapped(LIGHTNING, *names), host)
+        fake_arguments(swapped(LIGHTNING, *names), lightning_host, target)
 
 
 def test_a_strided_packed_projection_is_read_as_it_lies(device):

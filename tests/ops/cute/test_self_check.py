@@ -14,6 +14,7 @@ from cula.core.dispatch import choose
 from cula.ops.cute import decode, decode_self_check, kda, kda_self_check
 from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.ops.cute.test_lightning import HOPPER as LIGHTNING_HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
 NAME = "kda_bf16_gate_bf16"
@@ -168,3 +169,26 @@ def test_calls_of_a_decode_kernel_are_those_that_it_takes(name):
         assert {p.g_dtype for p in problems} == {p.beta_dtype for p in problems} == {torch.bfloat16, torch.float32}
         assert any(p.has_scalar_gate for p in problems) == kernel.takes_scalar_gates
         assert all(p.has_scalar_gate for p in problems) != kernel.takes_channel_gates
+
+
+def test_lightning_is_checked_too(gpu):
+    made = gpu(error=2.4e-3)
+    problem = dataclasses.replace(LIGHTNING_HOPPER, sm=(10, 0))
+    with pytest.warns(UserWarning, match=r"sm_100a kernels.*never run on hardware, but agree .* on this NVIDIA B200"):
+        choice = choose("lightning_fwd", problem)
+    assert choice.name == "cute_sm100" and "never run on hardware" in str(choice)
+    assert choose("lightning_fwd", dataclasses.replace(problem, K=64, V=64)).name == "cute_sm100"
+    assert made == [("lightning_d128", "sm_100a", 1), ("lightning_d64", "sm_100a", 1)]
+    gpu(error=3e-2)
+    other = choose("lightning_fwd", dataclasses.replace(problem, K=128, V=128), may_run=False)
+    assert other.name == "cute_sm100", "what was found before holds"
+    declined = choose("lightning_fwd", dataclasses.replace(problem, K=256, V=256))
+    assert dict(declined.passed_over)["cute_sm100"].startswith("takes head dims K = V of")
+
+
+def test_a_lightning_kernel_that_is_off_is_not_used(gpu):
+    gpu(error=3e-2)
+    choice = choose("lightning_fwd", dataclasses.replace(LIGHTNING_HOPPER, sm=(10, 0)))
+    assert choice.name == "triton"
+    sentence = "on this GPU lightning_d128 differs from the torch backend by 3.0e-02 (limit 1e-02)"
+    assert dict(choice.passed_over)["cute_sm100"] == sentence

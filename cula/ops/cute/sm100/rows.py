@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA on Blackwell, rows of a matrix with a thread each: pieces of them in registers, columns of tiles, what fp16 can hold."""
+"""Blackwell, rows of a matrix with a thread each: pieces of them in registers, columns of tiles, what fp16 can hold."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ def rows_at(t, at, r, c, width=1):
     plain = cute.recast_ptr(t.iterator, dtype=t.element_type)
     start = plain + (at * (64 * 128) + c // 64 * (64 * 64) + 64 * r + (c % 64 ^ 8 * r))
     return cute.make_tensor(start.align(2 * width), cute.make_layout((width, 8), stride=(1, 512)))
+
+
+def row_of(t, at, r):
+    """Row r of the tile number `at` of t [rows, columns, tiles], swizzled by 128 bytes, as pieces of 8 elements.
+
+    Within 64 columns the swizzle exchanges pieces by a row's place among eight: so eight addresses serve all of them.
+    """
+    rows, columns = (cute.size(n) for n in t.shape[:2])
+    row = cute.recast_ptr(t.iterator, dtype=t.element_type) + (at * (rows * columns) + 64 * r)
+    starts = [row + (c // 64 * (64 * rows) + (c % 64 ^ 8 * (r % 8))) for c in range(0, columns, 8)]
+    return [cute.make_tensor(start.align(16), cute.make_layout(8)) for start in starts]
+
+
+def put_row(pieces_of_row, x):
+    """Registers to some pieces of a row."""
+    for i, to in enumerate(pieces_of_row):
+        cute.autovec_copy(cute.make_tensor(x.iterator + 8 * i, cute.make_layout(8)), to)
 
 
 def pieces(x):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tcgen05 products with A in tensor memory, and tensor memory as plain cells: 128 lanes, columns of 32 bits.
+"""tcgen05 products, and tensor memory as plain cells: 128 lanes, columns of 32 bits.
 
 An accumulator of M = 128 has row = lane, column = column. A 16-bit A operand has two neighbours in a column, the low half first.
 A thread of a warpgroup sees one lane, its own number, so a row of a matrix is one thread's.
@@ -25,6 +25,12 @@ PIECE = 32  # columns of one load or store: as many registers must be neighbours
 def umma(n: int, b_major: Any, dtype: Any) -> Any:
     """m128 n<n> k16, A in tensor memory."""
     op = tcgen05.MmaF16BF16Op(dtype, F32, (128, n, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.TMEM, K_MAJOR, b_major)
+    return cute.make_tiled_mma(op)
+
+
+def umma_of_tiles(n: int, a_major: Any, b_major: Any, dtype: Any) -> Any:
+    """m128 n<n> k16, A in shared memory."""
+    op = tcgen05.MmaF16BF16Op(dtype, F32, (128, n, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM, a_major, b_major)
     return cute.make_tiled_mma(op)
 
 
@@ -66,14 +72,16 @@ def after_sync() -> None:
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
 
 
-def row_load(mma: Any, ptr: Any, n: int, thread: Any) -> Callable[[Any], None]:
-    """A function that fills n registers with the thread's lane of n columns, and waits for them."""
+def row_load(mma: Any, ptr: Any, n: int, thread: Any, waits: bool = True) -> Callable[[Any], None]:
+    """A function that fills n registers with the thread's lane of n columns, and waits for them, or leaves that to a load after
+    it."""
     pieces = [_piece(tcgen05.Ld32x32bOp, mma, ptr + at, min(n, PIECE), thread) for at in range(0, n, PIECE)]
 
     def load(registers: Any) -> None:
         for i, (copy, cells, shape) in enumerate(pieces):
             cute.copy(copy, cells, _words(registers, PIECE * i, shape))
-        cute.arch.fence_view_async_tmem_load()
+        if waits:
+            cute.arch.fence_view_async_tmem_load()
 
     return load
 

@@ -2,10 +2,8 @@
 """Lightning Attention on Hopper. A warpgroup goes through the chunks of one (sequence, value head) with 64 rows of S in
 registers.
 
-Recurrence of a head, f = exp(-s):   S_t = f S_{t-1} + v_t k_t^T   [V, K],      o_t = scale S_t q_t   [V]
-
-A chunk of n <= C = 64 tokens, rows r and i from 0, everything transposed so that what stays in registers is always the A
-operand of a wgmma, which alone may come from there:
+`common/lightning.py` has the recurrence and says what segments are. A chunk of n <= C = 64 tokens, rows r and i from 0,
+everything transposed so that what stays in registers is always the A operand of a wgmma, which alone may come from there:
 
     P     = lower(scale f^(r-i) q_r . k_i)                             [C, C]    A = q, B = k tiles         -> bf16, shared
     O^T   = S q^T scale f^(r+1)  +  V^T P^T                            [64, C]   A = S, then V^T; B = q, P
@@ -14,12 +12,6 @@ operand of a wgmma, which alone may come from there:
 Factors are powers f^m with m >= 0, so at most 1, whatever s is. P needs 18 of them a thread: row and column enter an
 accumulator element's lag r - i only as 8 (a - b) + const. Both warpgroups of a block make P for themselves: that costs a
 seventh of the tensor cores' time, which the memory leaves idle, and they never wait for each other.
-
-Segments. Where (sequence, head) pairs are too few to fill the GPU, sequences are split into segments of L tokens (a multiple
-of C). A first pass makes the state that each segment but the last leaves when it starts from zero: k and v are read twice, q
-and o once. seeds[id of segment 0] is the sequence's first state, seeds[id of segment j] the end of segment j - 1, and the
-recurrence of segment j starts from sum_{i<=j} f^((j-i)L) seeds[i]. Terms below 2^-REACH, zero in fp32, are neither made nor
-read.
 
 Last chunks. TMA reads on into the next sequence, so rows of k past the end are zeroed in shared memory and columns of V^T
 in registers (a NaN there is another sequence's); o leaves by predicated stores, since TMA would clip at T only.
@@ -38,7 +30,8 @@ in registers (a NaN there is another sequence's); o leaves by predicated stores,
 One warpgroup a block: for V = 64, and where the two halves of V are given to two blocks so that more of the GPU works; the
 second reading of q and k is the L2's business.
 
-Both roles take the items of `lightning_items.py` one after the other, and have the steps of a chunk in `lightning_chunk.py`.
+Both roles take the items of `common/lightning_items.py` one after the other, and have the steps of a chunk in
+`lightning_chunk.py`.
 
 Limits: bf16; K = V = 64 or 128; a slot of a pool is contiguous.
 """
@@ -46,18 +39,17 @@ Limits: bf16; K = V = 64 or 128; a slot of a pool is contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.states import States
+from cula.ops.cute.common.lightning import variants_for
+from cula.ops.cute.common.lightning_items import Sizes, Work, item_at, num_items
+from cula.ops.cute.common.lightning_states import LightningStates
 from cula.ops.cute.common.tiles import (
     BF16,
     F32,
@@ -65,21 +57,17 @@ from cula.ops.cute.common.tiles import (
     K_MAJOR,
     MN_MAJOR,
     allocate_tile,
-    at_address,
     by_head,
-    of_tokens,
     tile_layout,
     tma_load,
     tma_split,
     tma_store,
     wgmma,
 )
-from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.toolchain.variants import Variant
 
-from .lightning_chunk import LightningStates
+from .lightning_config import LANES, C, Config
 from .lightning_ends import segment_ends
-from .lightning_items import LANES, C, Config, Sizes, Work, item_at, num_items
 from .lightning_recurrence import Output, recurrence
 
 REGISTERS = 65536  # of a multiprocessor
@@ -130,76 +118,16 @@ class LightningSm90:
         assert 128 * (cfg.registers[0] + cfg.warpgroups * cfg.registers[1]) <= given, f"{cfg} asks for too many registers"
 
     @cute.jit
-    def __call__(
-        self,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        o: Int64,
-        decay: Int64,
-        h0: Int64,
-        ht: Int64,
-        seeds: Int64,
-        cu_seqlens: Int64,
-        read_from: Int64,
-        write_to: Int64,
-        has_state: Int64,
-        q_token: Int64,
-        q_head: Int64,
-        k_token: Int64,
-        k_head: Int64,
-        v_token: Int64,
-        v_head: Int64,
-        o_token: Int64,
-        o_head: Int64,
-        state_step: Int64,
-        index_step: Int64,
-        mask_step: Int64,
-        state_kind: I32,
-        index_bits: I32,
-        first_slot: I32,
-        num_slots: I32,
-        T: I32,
-        H: I32,
-        HV: I32,
-        scale: F32,
-        num_seqs: I32,
-        length: I32,
-        segment: I32,
-        per_seq: I32,
-        num_ids: I32,
-        group: I32,
-        has_h0: I32,
-        has_ht: I32,
-        num_blocks: I32,
-        stream,
-    ):
-        """The arguments that `LIGHTNING` describes."""
+    def launch(self, x: cutlass.Constexpr, scale: F32, sizes: cutlass.Constexpr, num_blocks: I32, stream):
         cfg = self.cfg
-        mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, cfg.K, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-        mV, mO = [
-            of_tokens(at_address(BF16, a, 16), T, HV, cfg.V, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))
-        ]
-        mDecay, mCu = [
-            cute.make_tensor(at_address(dtype, a, 4), cute.make_layout((n,), stride=(1,)))
-            for dtype, a, n in ((F32, decay, HV), (I32, cu_seqlens, num_seqs + 1))
-        ]
-        of_id = cute.assume(Int64(HV) * (cfg.V * cfg.K), divby=cfg.V * cfg.K)
-        of_seeds = cute.make_layout((num_ids, HV, cfg.V, cfg.K), stride=(of_id, cfg.V * cfg.K, cfg.K, 1))
-        mSeeds = cute.make_tensor(at_address(F32, seeds, 16), of_seeds)
-        ends = States(
-            h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
-            first_slot, num_slots,
-        )  # fmt: skip
         l_qk, l_v = tile_layout(C, cfg.K, cfg.stages), tile_layout(C, cfg.channels, cfg.stages)
         l_p, l_o = tile_layout(C, C, 2 * cfg.warpgroups), tile_layout(C, LANES, 2 * cfg.warpgroups)
-        tma_q, gQ = tma_load(by_head(mQ), l_qk, (C, cfg.K))
-        tma_k, gK = tma_load(by_head(mK), l_qk, (C, cfg.K))
-        tma_v, gV = tma_load(by_head(mV), l_v, (C, cfg.channels))
-        tma_o, gO = tma_store(by_head(mO), l_o, (C, LANES))
-        sizes = (num_seqs, length, segment, per_seq, num_ids, group)
+        tma_q, gQ = tma_load(by_head(x.q), l_qk, (C, cfg.K))
+        tma_k, gK = tma_load(by_head(x.k), l_qk, (C, cfg.K))
+        tma_v, gV = tma_load(by_head(x.v), l_v, (C, cfg.channels))
+        tma_o, gO = tma_store(by_head(x.o), l_o, (C, LANES))
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, by_head(mO), mDecay, LightningStates(ends, mSeeds), mCu, scale, sizes,
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, by_head(x.o), x.decay, x.states, x.cu, scale, tuple(sizes),
             wgmma(C, K_MAJOR, False), wgmma(C, K_MAJOR, True), wgmma(cfg.K, MN_MAJOR, True), l_qk, l_v, l_p, l_o,
         ).launch(
             grid=(num_blocks, 1, 1), block=(cfg.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks, use_pdl=True
@@ -267,8 +195,4 @@ USES_OF_ENDS = ("wgmma", "tma_load", "ldmatrix", "setmaxnreg")
 
 
 def variants() -> Iterator[Variant]:
-    """`lightning_<config>`, and `lightning_ends_<config>` for the first pass over segments."""
-    for name, config in CONFIGS.items():
-        for prefix, only_ends, uses in (("lightning", False, USES), ("lightning_ends", True, USES_OF_ENDS)):
-            host = LightningSm90(replace(config, only_ends=only_ends))
-            yield Variant(f"{prefix}_{name}", host, fake_arguments(LIGHTNING, host), uses=uses)
+    return variants_for(LightningSm90, CONFIGS, USES, USES_OF_ENDS)

@@ -3,74 +3,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.states import States, address_of, load_state, slot_of_first, slot_of_last, store_state
+from cula.ops.cute.common.lightning_items import power
 from cula.ops.cute.common.tiles import BF16, F32, I32, rounded, rows_and_columns
 
-from .lightning_items import LANES, C, power
+from .lightning_config import LANES, C
 
 # States
 
 
-class LightningStates(NamedTuple):
-    """First and last states, and what segments leave to each other."""
-
-    ends: States
-    mSeeds: Any  # [ids, HV, V, K] float32
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of a head's state, [V, K]."""
-        return self.mSeeds.shape[2:]
-
-
-@cute.jit
-def state_rows(mH: cute.Tensor, slot: I32, head: I32, rows: I32, thr):
-    """This thread's elements of the 64 rows of a state."""
-    return thr.partition_C(cute.local_tile(mH[slot, head, None, None], (LANES, mH.shape[3]), (rows, 0)))
-
-
 def our_rows(thr: Any, rows: Any) -> Any:
-    """What this thread has of a state's matrix in memory, [V, K]: `part` of `common/states.py`."""
+    """What this thread has of the 64 rows of a state's matrix in memory: `part` of `common/lightning_states.py`."""
     return lambda m: thr.partition_C(cute.local_tile(m, (LANES, m.shape[1]), (rows, 0)))
-
-
-@cute.jit
-def read_first_state(acc: cute.Tensor, thr, states: cutlass.Constexpr, item: cutlass.Constexpr):
-    """acc <- the sequence's first state, zeros where it has none."""
-    ends, shape = states.ends, states.shape
-    acc.fill(0.0)
-    slot = slot_of_first(ends, item.seq)
-    if slot >= 0:
-        address = address_of(ends.h0, slot, ends.step, item.head, ends.kind, shape)
-        load_state(our_rows(thr, item.rows), acc, address, ends.kind, shape)
-
-
-@cute.jit
-def read_seeds(acc: cute.Tensor, thr, states: cutlass.Constexpr, item: cutlass.Constexpr, segment: I32):
-    """acc <- the state that a segment starts from, sum_{i<=j} f^((j-i)L) seeds[i]."""
-    acc.fill(0.0)
-    first = cutlass.max(item.place - item.reach // segment, 1 - states.ends.has_h0)
-    factor = power(item.decay, segment)
-    for i in cutlass.range(first, item.place + 1, unroll=1):
-        seed = cute.make_rmem_tensor_like(acc)
-        cute.autovec_copy(state_rows(states.mSeeds, item.id - item.place + i, item.head, item.rows, thr), seed)
-        acc.store(acc.load() * factor + seed.load())
-
-
-@cute.jit
-def write_last_state(acc: cute.Tensor, thr, states: cutlass.Constexpr, item: cutlass.Constexpr, tokens: I32):
-    """From a sequence's last segment, of that many tokens."""
-    ends, shape = states.ends, states.shape
-    if (item.start + tokens >= item.size) & ((item.place == 0) | (item.start < item.size)):
-        slot = slot_of_last(ends, item.seq)
-        if slot >= 0:
-            address = address_of(ends.ht, slot, ends.step, item.head, ends.kind, shape)
-            store_state(our_rows(thr, item.rows), lambda: acc, address, ends.kind, shape)
 
 
 # Values. Transposed: rows are channels, columns tokens.

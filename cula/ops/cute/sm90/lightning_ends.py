@@ -8,17 +8,19 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from cula.ops.cute.common.lightning_items import item_at, num_items, power
+from cula.ops.cute.common.lightning_states import read_first_state
 from cula.ops.cute.common.tiles import BF16, I32, issue, seen_as_a, swapped
 
-from .lightning_chunk import read_first_state, state_rows, weighed
-from .lightning_items import LANES, C, item_at, num_items, power
+from .lightning_chunk import our_rows, weighed
+from .lightning_config import LANES, C
 
 
 @cute.jit
 def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states: cutlass.Constexpr, mmas: cutlass.Constexpr):
     """A consumer's role: seeds[id + 1] <- what a segment leaves when it starts from zero; seeds[id of the first] <- the first
     state."""
-    cfg, mSeeds, (_, mma_o, mma_s) = work.cfg, states.mSeeds, mmas
+    cfg, (_, mma_o, mma_s) = work.cfg, mmas
     thread, _, _ = cute.arch.thread_idx()
     lanes = cute.arch.make_warp_uniform(thread // 128) - 1
     thread = thread % 128
@@ -36,10 +38,10 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        decay, tokens, rows = item.decay, item.tokens, item.rows
+        decay, tokens, ours = item.decay, item.tokens, our_rows(thr_s, item.rows)
         if (item.place == 0) & (states.ends.has_h0 != 0):
-            read_first_state(accS, thr_s, states, item)
-            cute.autovec_copy(accS, state_rows(mSeeds, item.id, item.head, rows, thr_s))
+            read_first_state(accS, ours, states, item)
+            cute.autovec_copy(accS, ours(states.seed(item.id, item.head)))
         if tokens > 0:
             accS.fill(0.0)
             f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
@@ -65,4 +67,4 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
                 ring.consumer_release(behind)
                 behind.advance()
                 rW.store(rN.load())
-            cute.autovec_copy(accS, state_rows(mSeeds, item.id + 1, item.head, rows, thr_s))
+            cute.autovec_copy(accS, ours(states.seed(item.id + 1, item.head)))

@@ -11,20 +11,12 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from cula.ops.cute.common.lightning_items import item_at, num_items, power
+from cula.ops.cute.common.lightning_states import read_first_state, read_seeds, write_last_state
 from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rounded, seen_as_a, swapped, tma_split
 
-from .lightning_chunk import (
-    clear_columns,
-    clear_rows,
-    decay_outputs,
-    decay_scores,
-    lag_factors,
-    read_first_state,
-    read_seeds,
-    weighed,
-    write_last_state,
-)
-from .lightning_items import LANES, C, item_at, num_items, power
+from .lightning_chunk import clear_columns, clear_rows, decay_outputs, decay_scores, lag_factors, our_rows, weighed
+from .lightning_config import LANES, C
 
 
 class Barrier(enum.IntEnum):
@@ -187,11 +179,11 @@ def recurrence(
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        rows = item.rows
+        rows, ours_of = item.rows, our_rows(f.thr_s, item.rows)
         if segment == 0:
-            read_first_state(f.accS, f.thr_s, states, item)
+            read_first_state(f.accS, ours_of, states, item)
         else:
-            read_seeds(f.accS, f.thr_s, states, item, segment)
+            read_seeds(f.accS, ours_of, states, item, segment)
         by = factors_of(item.decay, scale, f.row, f.column)
         at = (item.begin + item.start, 0)
         gO = cute.local_tile(cute.domain_offset(at, output.gO[None, None, item.head]), (C, LANES), (None, rows))
@@ -256,6 +248,6 @@ def recurrence(
             last = 4 * lanes + 1 - now
             n = tokens - (num_chunks - 1) * C
             store_last_chunk(sO, o_rows, (tma_o, pO, gO), last, num_chunks - 1, n, is_storing, thread)
-        write_last_state(f.accS, f.thr_s, states, item, tokens)
+        write_last_state(lambda: f.accS, ours_of, states, item, tokens)
     if is_storing:
         cute.arch.cp_async_bulk_wait_group(0)

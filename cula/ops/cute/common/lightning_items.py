@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning on Hopper: the items of work that blocks take one after the other, (segment, value head, block of V).
+"""Lightning: the items of work that blocks take one after the other, (segment, value head, block of V).
 
 Where sequences are whole, a segment is a sequence. A packed sequence n owns the ids of segments cu[n] // L + n and up, L being
 the length of a segment; a warp finds n by counting.
@@ -7,51 +7,17 @@ the length of a segment; a warp finds n by counting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 
-from cula.core.constants import CHUNK
 from cula.ops.cute.common.gate import exp2, to_log2
 from cula.ops.cute.common.tiles import F32, I32
 
-C = CHUNK  # tokens that the kernels take at once
-LANES = 64  # value channels of a warpgroup
 REACH = 150.0  # 2^-150 is zero in fp32
 MAX_DECAY = 1e4  # exp(-1e4) is zero too; keeps inf * 0 out of the exponents
 MAX_REACH = 1 << 30  # tokens; what never fades reaches this far
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a kernel is compiled for."""
-
-    K: int
-    V: int
-    warpgroups: int  # that run a recurrence; each takes 64 value channels
-    depth: int  # of the ring of q, k and v
-    blocks: int  # on a multiprocessor
-    registers: tuple[int, int]  # of a thread that loads, of one of a recurrence
-    only_ends: bool = False  # the first pass over segments, not the recurrence
-
-    @property
-    def num_threads(self) -> int:
-        return 128 * (1 + self.warpgroups)
-
-    @property
-    def channels(self) -> int:
-        """Of V, of a block."""
-        return LANES * self.warpgroups
-
-    @property
-    def blocks_of_v(self) -> int:
-        return self.V // self.channels
-
-    @property
-    def stages(self) -> int:
-        return 2 * self.depth if self.only_ends else self.depth  # the first pass has no q, P and O in shared memory
 
 
 class Sizes(NamedTuple):
@@ -68,7 +34,7 @@ class Sizes(NamedTuple):
 class Work(NamedTuple):
     """All there is to do."""
 
-    cfg: Config
+    cfg: Any  # the architecture's: `chunk`, `blocks_of_v`, `warpgroups` that share a block's rows of V, `only_ends`
     sizes: Sizes
     mDecay: Any  # [HV]
     mCu: Any  # [N + 1]
@@ -78,7 +44,7 @@ class Item(NamedTuple):
     """One item."""
 
     block_v: Any
-    rows: Any  # which 64 rows of V are a warpgroup's
+    rows: Any  # which share of the rows of V is the caller's
     head: Any  # value head
     id: Any  # of the segment
     seq: Any
@@ -104,10 +70,10 @@ def num_items(work: cutlass.Constexpr):
 
 
 @cute.jit
-def item_at(work: cutlass.Constexpr, index: I32, lanes: I32):
-    """The item with that number, for the warpgroup that has the block's `lanes`-th 64 channels."""
+def item_at(work: cutlass.Constexpr, index: I32, share: I32):
+    """The item with that number, for the warpgroup that has the block's `share`-th rows of V."""
     block_v, head, s, seq, place, begin, size = locate(work, index)
-    rows = block_v * work.cfg.warpgroups + lanes
+    rows = block_v * work.cfg.warpgroups + share
     decay, reach = log2_decay(work, head)
     start, tokens = span(work, place, size, reach)
     return Item(block_v, rows, head, s, seq, place, begin, size, decay, reach, start, tokens)
@@ -159,7 +125,7 @@ def span(work: cutlass.Constexpr, place: I32, size: I32, reach: I32):
         tokens = cutlass.max(cutlass.min(segment, size - start), 0)
     if cutlass.const_expr(work.cfg.only_ends):
         # Only what the end still feels, in whole chunks; and nothing of a sequence's last segment.
-        kept = cutlass.min(tokens, (reach // C + 1) * C)
+        kept = cutlass.min(tokens, (reach // work.cfg.chunk + 1) * work.cfg.chunk)
         start, tokens = start + tokens - kept, kept
         if (place + 1) * segment >= size:
             tokens = I32(0)
