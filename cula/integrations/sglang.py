@@ -167,11 +167,15 @@ class _Kernels:
         inplace_update: bool = True,
         track_state: Tensor | None = None,
         track_chunk_idx: Tensor | None = None,
+        output: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Prefill. GDN: g log decays, beta ready, returns `(o, None, h)`; KDA: both raw, returns `o` or `(o, h)`."""
+        """Prefill. GDN: g log decays, beta ready, returns `(o, None, h)`; KDA: both raw, returns `o` or `(o, h)`.
+        `output` takes o in its first elements."""
         count(f"sglang.{self.mode}.extend")
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+        if output is not None:
+            options["out"] = output.view(-1)[: v.numel()].view(v.shape)
         if self.mode == "kda":
             options |= {"use_beta_sigmoid_in_kernel": beta_is_raw, "use_gate_in_kernel": A_log is not None}
             if A_log is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +54,14 @@ def is_registered() -> bool:
 
 
 def _patch(module: ModuleType) -> None:
-    done = PATCHES[module.__name__](module)
+    patch, wanted = PATCHES[module.__name__]
+    missing = [name for name in wanted if name not in module.__dict__]
+    if missing:
+        raise ImportError(
+            f"cula.integrations.vllm: {module.__name__} has no {', '.join(missing)}, which cuLA would replace; this vLLM is "
+            "another than cuLA knows (docs/integrations.md): unset CULA_VLLM to run it without cuLA"
+        )
+    done = patch(module)
     logger.info("cula.integrations.vllm: cuLA in the place of %s of %s", ", ".join(done), module.__name__)
 
 
@@ -281,4 +289,8 @@ KDA_FUNCTIONS: dict[str, Any] = {
     "fused_recurrent_kda": _kda_decode,
     "fused_recurrent_kda_packed_decode": _kda_packed_decode,
 }
-PATCHES: dict[str, Any] = {GDN_MODULE: _patch_gdn, KDA_MODULE: _patch_kda}
+# What is done to a module, and the names that it must have for that.
+PATCHES: dict[str, tuple[Callable[[Any], list[str]], tuple[str, ...]]] = {
+    GDN_MODULE: (_patch_gdn, (*GDN_FUNCTIONS, GDN_PREFILL, GDN_LAYER, "CustomOp", "PluggableLayer")),
+    KDA_MODULE: (_patch_kda, tuple(KDA_FUNCTIONS)),
+}

@@ -64,8 +64,9 @@ def test_extend(mode, page_major):
     named = {"ssm_states": states, "cache_indices": torch.tensor(slots, dtype=torch.int32), "query_start_loc": cu}
     if mode == "gdn":
         g = log_decay(mode, a, p)
-        o, nothing, h = kernel(mode).extend(q, k, v, g.float(), b.sigmoid(), **named, layer_id=3, output=None)
-        assert nothing is None and h is None
+        output = torch.full((100, HV, V), float("nan"))
+        o, nothing, h = kernel(mode).extend(q, k, v, g.float(), b.sigmoid(), **named, layer_id=3, output=output)
+        assert nothing is None and h is None and torch.equal(output[:95], o[0])
     else:
         g = log_decay(mode, a, p, -5.0)
         o = kernel(mode).extend(q, k, v, a, b, **named, **p, lower_bound=-5.0, beta_is_raw=True, return_intermediate_states=False)

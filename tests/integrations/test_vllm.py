@@ -92,6 +92,15 @@ def test_nothing_happens_unless_it_is_asked_for(monkeypatch):
     assert not cula_vllm.is_registered()
 
 
+def test_another_vllm_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setenv("CULA_VLLM", "1")
+    gdn, kda = stand_ins(monkeypatch)
+    del kda.fused_recurrent_kda
+    with pytest.raises(ImportError, match=r"has no fused_recurrent_kda, which cuLA would replace.*unset CULA_VLLM"):
+        cula_vllm.register()
+    assert not cula_vllm.is_registered() and gdn.__dict__[cula_vllm.DECODE] is refuse and not op_registry_oot
+
+
 def test_one_line_says_what_was_replaced(monkeypatch, caplog):
     monkeypatch.setenv("CULA_VLLM", "1")
     gdn, _ = stand_ins(monkeypatch)

@@ -235,6 +235,18 @@ def test_gates_that_alternate_between_channels(backend, device, decay):
         assert relative_error(got, want) < GRADIENT_TOLERANCE[call.dtype]
 
 
+@pytest.mark.parametrize("scalar_gate", [False, True])
+@pytest.mark.parametrize("strongest", [torch.finfo(torch.float32).min, -float("inf")])
+def test_a_token_may_forget_everything(backend, device, strongest, scalar_gate):
+    """As callers do that begin anew inside of a sequence: weak decays around it keep their digits."""
+    call = KdaCall(T=70, decay=0.01, scalar_gate=scalar_gate, K=16, V=16, HV=1)
+    tensors = call.tensors(device)
+    tensors["g"][:, [0, 9, 40, 66]] = strongest
+    want_o, want_state = run_reference(call, tensors)
+    o, state = run(call, backend, device, tensors)
+    assert relative_error(o, want_o) < TOLERANCE[call.dtype] and relative_error(state, want_state) < TOLERANCE[call.dtype]
+
+
 def test_no_tokens_at_all(backend, device):
     call = KdaCall(T=0)
     tensors = call.tensors(device)

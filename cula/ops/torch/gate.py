@@ -8,6 +8,8 @@ from torch import Tensor
 
 from cula.core.constants import L2_NORM_EPS
 
+MIN_LOG_DECAY = -111.0  # e^-111 is zero in float32; -inf is no stronger
+
 
 def l2_normalise(x: Tensor) -> tuple[Tensor, Tensor]:
     """y = x r with r = (sum x^2 + eps)^-1/2 over the last dimension; returns (y, r)."""
@@ -30,6 +32,11 @@ def log_decay(gate: str, g: Tensor, A: Tensor | None, bias: Tensor | None, lower
         return -A * torch.nn.functional.softplus(z)
     assert lower_bound is not None
     return lower_bound * torch.sigmoid(z if A is None else A * z)
+
+
+def summable(g: Tensor) -> Tensor:
+    """Log decays whose sums over tokens keep the digits of small ones: what is stronger than this is zero in float32 anyhow."""
+    return g.clamp_min(MIN_LOG_DECAY)
 
 
 def log_decay_bwd(

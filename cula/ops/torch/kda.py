@@ -244,6 +244,8 @@ def _prepare(p: KdaProblem, x: KdaInputs, plan: ChunkPlan, slab: Slab, compute: 
     raw_g = plan.take(x.g, slab, compute)
     raw_g = raw_g.unsqueeze(-1) if p.has_scalar_gate else raw_g  # [n, HV, C, K or 1]
     g = gate.log_decay(p.gate, raw_g, *_gate_parameters(p, x, compute), opt.lower_bound)
+    if p.gate != "bounded":
+        g = gate.summable(g)
     pads = plan.pads(slab)
     if pads is not None and p.gate != "log":
         g = g.masked_fill(pads[:, None, :, None], 0)  # no token, no decay (where g is raw, a zero is not that)

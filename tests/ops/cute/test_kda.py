@@ -420,6 +420,28 @@ def test_fused_interpreted(interpreted, case):
     check(case, "cpu")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [-8.0, 0.0], ids=["chained", "warm-up"])
+@pytest.mark.parametrize("clusters", [0, 1], ids=["split", "fused"])
+def test_segments_of_one_length_give_the_same_bits_packed_and_alone(interpreted, clusters, shift):
+    """What batch-invariant schedules rely on."""
+    lengths = (200, 64, 130)
+    p, x = make(Case(lengths, shift=shift), "cpu")
+
+    def run(p, x):
+        o, ht = torch.empty_like(x.v), torch.empty(p.N, p.HV, D, D)
+        kda.run(p, x, fused(clusters) if clusters else split_into(p, 1, NUM_SMS, 2)._replace(helpers=0), ht, o)
+        return o, ht
+
+    o, ht = run(p, x)
+    for n, (start, length) in enumerate(zip((0, 200, 264), lengths)):
+        tokens = slice(start, start + length)
+        of_one = {name: getattr(x, name)[:, tokens] for name in ("q", "k", "v", "g", "beta")}
+        of_one |= {"initial_state": x.initial_state[n : n + 1].clone(), "cu_seqlens": None}
+        alone_o, alone_ht = run(dataclasses.replace(p, T=length, N=1, is_packed=False), x._replace(**of_one))
+        assert torch.equal(alone_o, o[:, tokens]) and torch.equal(alone_ht[0], ht[n])
+
+
 @pytest.mark.parametrize("way", ["split", "fused", "sm100"])
 def test_the_next_sequence_in_a_pack_does_not_matter(interpreted, way):
     """However large its values are: the first's last chunk is loaded with some of them."""
