@@ -16,6 +16,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from cula.core.dispatch import BACKENDS  # noqa: E402
+from tests.support import once  # noqa: E402
 
 LONG = ("test_ranks.py", "test_on_gpu.py") if HAS_GPU else ("test_compile.py",)
 
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(config, items):
 def one_thread_a_worker():
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_by_workers(tmp_path_factory):
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        once.folder = tmp_path_factory.getbasetemp().parent
 
 
 @pytest.fixture(scope="session")

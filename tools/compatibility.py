@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ for family, calls in families.items():
         for other in families:
             setattr(c, other, {name: calls[name]} if other == family else {})
         try:
-            for r in c.compile_all(arch, 0):
+            for r in (*c.compile_all(arch, 0), *c.compile_all(arch, 1)):
                 found[r["call"], r["name"], r["registers"]] = {k: r[k] for k in kept} | {"faults": len(r["faults"])}
         except Exception as error:  # what a release does not compile is its outcome
             failed.append(f"{family} {name} ({type(error).__name__}: {str(error).strip().splitlines()[-1]})")
@@ -169,7 +170,8 @@ def try_torch(release: str, where: Path, kernels: Path | None) -> list[Outcome]:
 def try_triton(release: str, where: Path, kernels: Path | None) -> list[Outcome]:
     found = []
     for arch in ("90", "100"):
-        _, said = run_with(where, "-c", COMPILE, arch, TRITON_CACHE_DIR=str(where / "cache"), TRITON_INTERPRET="0")
+        with tempfile.TemporaryDirectory() as cache:  # an empty one: what ptxas spills is in no cache
+            _, said = run_with(where, "-c", COMPILE, arch, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
         reports = json.loads(report_in(said) or "null")
         words = f"fails: {last_line(said)}"
         if reports is not None:

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from tests.dist.harness import assert_passed, run_cases
 from tests.dist.problems import Spec, check_cp
+from tests.support.once import once_a_run
 
 WORLDS = (2, 4)
 _results: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
@@ -27,7 +28,7 @@ _results: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
 def results_of(module: str, world: int) -> dict[str, list[dict[str, Any]]]:
     """Run a module's cases once a session."""
     if (module, world) not in _results:
-        _results[module, world] = run_cases(f"tests.dist.{module}", world)
+        _results[module, world] = once_a_run(f"{module}-{world}", lambda: run_cases(f"tests.dist.{module}", world))
     return _results[module, world]
 
 

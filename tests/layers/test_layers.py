@@ -9,6 +9,7 @@ from cula.reference import relative_error
 from tests.dist.harness import assert_passed, run_cases
 from tests.layers import parallel_cases
 from tests.layers.parallel_cases import LAYERS, make, rand
+from tests.support.once import once_a_run
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_a_cache_of_other_sequences_is_refused_and_left_alone():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_cases("tests.layers.parallel_cases", 2)
+    return once_a_run("layers-2", lambda: run_cases("tests.layers.parallel_cases", 2))
 
 
 @pytest.mark.parametrize("name", parallel_cases.cases(2))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cula.ops.cute.toolchain import loader
+from cula.compile import compile_all
+from cula.ops.cute.toolchain import build, loader
 from cula.ops.cute.toolchain.variants import MODULES, modules_of, source_hash
-from tools import wheel
+from tools import try_wheel, wheel
 
 needs_tools = pytest.mark.skipif(
     any(shutil.which(tool) is None for tool in ("gcc", "strip", "readelf", "git")), reason="needs gcc, binutils and git"
@@ -104,3 +105,18 @@ def test_the_tag_is_of_the_newest_glibc_that_is_needed(monkeypatch, tmp_path):
     assert wheel.platform_tag(tmp_path) == "manylinux_2_34_x86_64"
     answers["readelf"] = "Name: GLIBC_2.2.5\n"
     assert wheel.platform_tag(tmp_path) == "manylinux_2_28_x86_64"
+
+
+@pytest.mark.slow
+@needs_tools
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+def test_a_wheel_serves_far_from_the_sources_without_a_compiler_or_a_home(tmp_path, capfd):
+    """With one kernel, in an environment of its own that torch is installed into."""
+    if not (wheel.ROOT / ".git").exists():
+        pytest.skip("the wheel is made from what git tracks")
+    compile_all("sm_90a", modules_of("sm_90a"), tmp_path / "kernels", only=["decode_1_bf16"])
+    arguments = ["--out", str(tmp_path), "--arch", "sm_90a", "--kernels", str(tmp_path / "kernels"), "--python", sys.executable]
+    assert wheel.main(arguments) == 0
+    (made,) = tmp_path.glob("*.whl")
+    assert try_wheel.main([str(made)]) == 0, capfd.readouterr().out
+    assert "1 kernels of sm_90a are loaded; native.c is the wheel's" in capfd.readouterr().out

@@ -42,7 +42,7 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
     if reason is None and may_run:
-        reason = _uncompiled(arch, op, problem)
+        reason = _uncompiled(arch.targets[problem.sm], op, problem)
     if reason is not None or arch.has_run:
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
@@ -62,13 +62,13 @@ def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
     return why_not(arch, op, problem) is None and module.why_not(op, problem) is None
 
 
-def _uncompiled(arch: Arch, op: str, problem: AnyProblem) -> str | None:
+@functools.lru_cache(maxsize=1024)
+def _uncompiled(target: str, op: str, problem: AnyProblem) -> str | None:
     """Why a kernel of a call cannot be compiled here, as a sentence; compiles those that are not there."""
     num_sms = _num_sms(problem)
     if num_sms is None:
         return None  # the call is only described; nothing will run
-    assert problem.sm is not None
-    reasons = (loader.uncompiled(name, arch.targets[problem.sm]) for name in kernels(op, problem, num_sms))
+    reasons = (loader.uncompiled(name, target) for name in kernels(op, problem, num_sms))
     return next((reason for reason in reasons if reason is not None), None)
 
 

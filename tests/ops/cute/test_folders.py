@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cula import settings
+from cula.ops.cute import backend
 from cula.ops.cute.backend import kernels, self_check
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import build, folders, loader
@@ -26,9 +27,11 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("CULA_KERNEL_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loader.uncompiled.cache_clear()
+    backend._uncompiled.cache_clear()
     monkeypatch.setattr(folders, "_instead", {})
     yield
     loader.uncompiled.cache_clear()
+    backend._uncompiled.cache_clear()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from cula import settings
 from cula.compile import compile_all, copy_runtime
 from cula.ops.cute.toolchain import build, loader, variants
+from tests.support.once import once_a_run
 
 ARCH, MODULES = "sm_90a", ("tests.support.kernels.hopper",)
 
@@ -37,9 +39,14 @@ def compiled(tmp_path_factory):
     """A folder as `python -m cula.compile` makes it."""
     if build.missing() is not None:
         pytest.skip(str(build.missing()))
-    out = tmp_path_factory.mktemp("kernels")
-    compile_all(ARCH, MODULES, out, only=["scale"])
-    return out
+
+    def compile_one() -> str:
+        made = tmp_path_factory.mktemp("kernels")
+        compile_all(ARCH, MODULES, made, only=["scale"])
+        return str(made)
+
+    own = tmp_path_factory.mktemp("own")  # tests put things into it
+    return Path(shutil.copytree(once_a_run("loader-kernels", compile_one), own, dirs_exist_ok=True))
 
 
 @pytest.fixture
