@@ -80,7 +80,7 @@ def cula_decode(
         scale: factor on o; `K ** -0.5` by default.
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
         g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval: as in `cula_kda` and `cula_gdn` (which has no bound), for modes "kda" and "gdn".
+            allow_neg_eigval: as in `cula_kda` and `cula_gdn` (which has no bound), for modes "kda" and "gdn"; the norm for all.
         decay: as in `cula_lightning`, for mode "lightning".
         num_accepted_tokens: `[N]` int32 or int64, 0 to T: how many tokens of the previous call stand.
         intermediate_states: `[N, T, HV, V, K]` buffer that receives the state after each token; it may have more rows and

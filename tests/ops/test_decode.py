@@ -73,8 +73,8 @@ def test_kda_decode_matches_the_recurrence(backend, device, call, layout):
     assert same_bits(pool[others], before[others]), "slots that no row names are untouched"
 
 
-@pytest.mark.parametrize("T", [1, 5])
-def test_lightning_decode_matches_the_recurrence(backend, device, T):
+@pytest.mark.parametrize(("T", "norm"), [(1, False), (5, False), (2, True)])
+def test_lightning_decode_matches_the_recurrence(backend, device, T, norm):
     call = LightningCall(T=T, B=3, H=2, HV=4)
     tensors = call.tensors(device)
     q, k, v, decay = (tensors[n] for n in ("q", "k", "v", "decay"))
@@ -82,7 +82,11 @@ def test_lightning_decode_matches_the_recurrence(backend, device, T):
     pool = poisoned_pool(call, rows, device)
     before = pool.clone()
     indices = torch.tensor(rows, device=device, dtype=torch.int32)
-    o, _ = cula.cula_decode(q, k, v, pool, mode="lightning", decay=decay, state_indices=indices, backend=backend)
+    o, _ = cula.cula_decode(
+        q, k, v, pool, mode="lightning", decay=decay, state_indices=indices, use_qk_l2norm_in_kernel=norm, backend=backend
+    )
+    if norm:
+        q, k = (t / (t.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
     want_o, want_state = reference.lightning(q, k, v, decay, initial_state=before[[0, 3, 3]])
     assert relative_error(o[:2], want_o[:2]) < TOLERANCE[call.dtype]
     assert relative_error(pool[[0, 3]], want_state[:2]) < TOLERANCE[call.dtype]

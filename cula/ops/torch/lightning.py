@@ -22,6 +22,7 @@ from cula.core.problem import DecodeProblem
 from cula.lightning.problem import LightningDecodeInputs, LightningInputs, LightningProblem
 from cula.ops.torch.chunks import ChunkPlan, Slab
 from cula.ops.torch.decode import decode_rows, for_value_heads
+from cula.ops.torch.gate import l2_normalise
 
 
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
@@ -185,5 +186,7 @@ def lightning_decode(problem: DecodeProblem, x: LightningDecodeInputs) -> Tensor
     assert x.decay is not None
     p = problem
     q, k = (for_value_heads(t.float(), p.HV // p.H) for t in (x.q, x.k))
+    if p.options.use_qk_l2norm_in_kernel:
+        q, k = l2_normalise(q)[0], l2_normalise(k)[0]
     decay = (-x.decay).exp().view(p.HV, 1).expand(p.N, p.T, -1, -1)
     return decode_rows(problem, x, q, k, decay, None)
