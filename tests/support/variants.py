@@ -5,3 +5,6 @@
 BLACKWELL_KDA = tuple(f"kda_{kind}" for kind in (
     "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_safe_bf16", "f16_softplus_bf16", "f16_gate_bf16_scalar",
 ))  # fmt: skip
+
+# Of Blackwell's decode kernels one of each kind.
+BLACKWELL_DECODE = ("decode_1_bf16", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")

@@ -39,7 +39,7 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     problem = _of_kernels(problem)
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
-    if reason is not None or arch.has_run or not isinstance(problem, KdaProblem):
+    if reason is not None or arch.has_run:
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
 

@@ -2,7 +2,8 @@
 """Decode on the CuTe kernels: what they serve, which kernel, and the launch.
 
 `common/decode_frame.py` says what the kernels compute in which all tokens of a row meet its state at once,
-`common/decode_steps.py` what those do that go token by token and keep states, `decode_abi.py` what they are given.
+`common/decode_steps.py` what those do that go token by token and keep states, `decode_abi.py` what they are given. The thresholds
+below are measured on Hopper; Blackwell takes the same, until somebody measures there.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from cula.core.problem import DecodeProblem
 from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
 from cula.ops.cute.abi import Abi
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode_abi import TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi, steps_abi
 from cula.ops.cute.launch import record
 from cula.ops.cute.tensors import address, stream_of
 from cula.ops.cute.toolchain.loader import load
 
-ARCH = "sm_90a"
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # Up to this many states, one a row and head, 16 lanes share a row of a float32 state instead of 8. A state then takes four blocks
 # instead of two, and there are multiprocessors for them. H200, H = 32, us with 16 / 8 lanes for two, four and eight tokens: N = 1
@@ -112,7 +113,7 @@ def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
     abi = _abi(problem)
     numbers = abi.pack_numbers(_numbers(problem, tensors))
     addresses = abi.pack_addresses({key: address(t) for key, t in tensors.items()})
-    load(name, ARCH)(*addresses, *numbers, stream_of(o.device))
+    load(name, target_of(problem.sm))(*addresses, *numbers, stream_of(o.device))
     if (written := tensors["o"]) is not o and written is not None:
         o.copy_(written)
     return o
@@ -127,7 +128,7 @@ def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | 
         return None
     fields = x._fields
     sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
-    launch = record(_abi(problem), load(variant(problem), ARCH), sources, _numbers(problem, tensors))
+    launch = record(_abi(problem), load(variant(problem), target_of(problem.sm)), sources, _numbers(problem, tensors))
     outputs = (form_of(o) if x.out is None else fields.index("out"), fields.index("state"))
     return LaunchRecord(o.device.index, (launch,), outputs)
 

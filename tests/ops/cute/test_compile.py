@@ -8,7 +8,7 @@ import pytest
 
 from cula.ops.cute.toolchain import build
 from cula.ops.cute.toolchain.variants import MODULES
-from tests.support.variants import BLACKWELL_KDA
+from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA
 from tools.ptx import compile_all, compiled
 from tools.ptx.simulate import text_folder
 from tools.sass.scoreboards import NONE, Instruction, instructions, work_before
@@ -96,25 +96,28 @@ def test_kernels_wait_before_they_touch_memory(name):
     assert all(set(accesses_before_waiting(other)) <= {"ld.global.b32"} for other in others)
 
 
+def decode_kernels(of_hopper: str, of_blackwell: tuple[str, ...]):
+    hopper = [("sm_90a", f"decode_{kind}") for kind in of_hopper.split()]
+    return pytest.mark.parametrize(("arch", "name"), hopper + [("sm_100a", name) for name in of_blackwell])
+
+
 @needs_dsl
-@pytest.mark.parametrize("name", [f"decode_{kind}" for kind in ("1_bf16", "4_bf16_tall", "4_f32_wide", "8_bf16_lightning")])
-def test_decode_makes_addresses_before_it_waits_for_the_kernel_in_front(name):
+@decode_kernels("1_bf16 4_bf16_tall 4_f32_wide 8_bf16_lightning", BLACKWELL_DECODE)
+def test_decode_makes_addresses_before_it_waits_for_the_kernel_in_front(arch, name):
     """What the compiler would do behind the wait, ACQBULK, with a hundred instructions between it and the first loads."""
-    compiled(name, "sm_90a")
-    code = [x.text for x in instructions(text_folder("sm_90a") / f"{name}.cubin")]
+    compiled(name, arch)
+    code = [x.text for x in instructions(text_folder(arch) / f"{name}.cubin")]
     wait = code.index("ACQBULK")
     loads = [i for i in range(wait, len(code)) if re.search(r"\bLDG", code[i])]
     assert wait > 60 and loads[0] < wait + 20
 
 
 @needs_dsl
-@pytest.mark.parametrize(
-    "name", [f"decode_{kind}" for kind in ("1_bf16", "2_bf16", "4_bf16", "4_bf16_tall", "8_bf16", "2_f32", "4_f32")]
-)
-def test_decode_prepares_while_the_state_is_on_its_way(name):
+@decode_kernels("1_bf16 2_bf16 4_bf16 4_bf16_tall 8_bf16 2_f32 4_f32", BLACKWELL_DECODE[:-1])
+def test_decode_prepares_while_the_state_is_on_its_way(arch, name):
     """Norms and decays of one token; of several all up to the barrier. That PTX has the loads first is not enough."""
-    compiled(name, "sm_90a")
-    before = work_before(instructions(text_folder("sm_90a") / f"{name}.cubin"), r"LDG\.E\.128")
+    compiled(name, arch)
+    before = work_before(instructions(text_folder(arch) / f"{name}.cubin"), r"LDG\.E\.128")
     enough = "MUFU.LG2" if "_1_" in name else "BAR.SYNC"
     assert any(enough in x.text for x in before), f"waits for the state after {len(before)} instructions"
 

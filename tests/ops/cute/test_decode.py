@@ -23,10 +23,11 @@ from cula.kda.problem import KdaDecodeInputs
 from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
 from cula.ops.cute.decode_abi import DECODE
-from cula.ops.cute.toolchain import build, loader, variants
+from cula.ops.cute.toolchain import build, loader, self_check, variants
 from cula.reference import relative_error
 from tests.support.abi import swapped
 from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.variants import BLACKWELL_DECODE
 from tools import ptx
 from tools.ptx import copies
 
@@ -124,7 +125,11 @@ CASES = [
 ]
 
 
-def make(case: Case, device: str) -> tuple[DecodeProblem, Any]:
+HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)
+
+
+def make(case: Case, device: str, sm: tuple[int, int] = HOPPER_SM) -> tuple[DecodeProblem, Any]:
+    """A case on a device; on a CPU as if it were on a GPU of that capability."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -187,7 +192,7 @@ def make(case: Case, device: str) -> tuple[DecodeProblem, Any]:
         commit=case.commit,
     )
     _, p, x, *_ = describe_decode(FAMILIES[case.mode], x, options, None, "test")
-    return dataclasses.replace(p, sm=p.sm or (9, 0)), x
+    return dataclasses.replace(p, sm=p.sm or sm), x
 
 
 def kernel_of(case: Case, p: DecodeProblem) -> str:
@@ -213,14 +218,14 @@ def wanted(p: DecodeProblem, x: Any, rows: list[int], slots: list[int]) -> tuple
     )  # fmt: skip
 
 
-def check(case: Case, device: str, run=decode.run) -> None:
-    p, x = make(case, device)
+def check(case: Case, device: str, sm: tuple[int, int] = HOPPER_SM) -> None:
+    p, x = make(case, device, sm)
     named = list(range(SLOTS)) if case.rows is None else list(case.rows)
     live = [n for n, slot in enumerate(named) if slot > 0 or (slot == 0 and not case.null_is_nonpositive)]
     slots = [named[n] for n in live]
     want_o, want_state = wanted(p, x, live, slots)
     before = x.state.clone()
-    o = run(p, x, kernel_of(case, p))
+    o = decode.run(p, x, kernel_of(case, p))
     assert o is x.out
     assert relative_error(o[live], want_o) < TOLERANCE[BF16]
     padding = [n for n in range(p.N) if n not in live]
@@ -249,6 +254,18 @@ def interpreted(monkeypatch):
 def test_interpreted(interpreted, case):
     interpreted(races=True)
     check(case, "cpu")
+
+
+# One of each kind of kernel: KDA's and GDN's single token, several on either kind of states, Lightning's.
+BLACKWELL = [CASES[0], CASES[6], Case(T=4, HV=2, layout="packed"), Case(T=3, pool=BF16, is_tall=True), CASES[-1]]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in BLACKWELL else [pytest.mark.slow], id=str(case)) for case in CASES]
+)
+def test_interpreted_for_blackwell(interpreted, case):
+    interpreted(races=True)
+    check(case, "cpu", BLACKWELL_SM)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.T == 1], ids=str)
@@ -301,6 +318,17 @@ def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
         check(Case(T=4, pool=pool), "cpu")
 
 
+# The comparison at first use
+
+
+@pytest.mark.parametrize("name", BLACKWELL_DECODE)
+def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
+    error = lambda: self_check.worst_error(name, torch.device("cpu"), BLACKWELL_SM)
+    assert error() < 1e-3
+    interpreted(edit=lambda text: re.sub(r"ex2\.approx(\.ftz)?\.f32", "mov.b32", text))
+    assert not error() < self_check.LIMIT
+
+
 # Variants and launches
 
 
@@ -310,16 +338,23 @@ def test_cases_take_every_variant():
     assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"]) if "_steps_" not in v.name}
 
 
-BLACKWELL = ("decode_1_bf16", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+def test_blackwells_kernels_are_hoppers():
+    """They use nothing that only Hopper has, and cases that take every variant of the one take every variant of the other."""
+    assert {v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])} == {
+        v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])
+    }
+    for facts, hopper in zip(*(ptx.compile_all(arch, names=BLACKWELL_DECODE) for arch in ("sm_100a", "sm_90a")), strict=True):
+        assert facts.stack_bytes == 0
+        assert (facts.name, facts.instructions, facts.smem_bytes) == (hopper.name, hopper.instructions, hopper.smem_bytes)
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-@pytest.mark.parametrize("arch", ["sm_100a"])
-def test_the_same_kernels_compile_for_blackwell(arch):
-    """They use nothing that only Hopper has. No call takes them there yet, see `test_what_the_backend_takes`."""
-    for facts, hopper in zip(*(ptx.compile_all(of, names=BLACKWELL) for of in (arch, "sm_90a")), strict=True):
-        assert facts.stack_bytes == 0
-        assert (facts.name, facts.instructions, facts.smem_bytes) == (hopper.name, hopper.instructions, hopper.smem_bytes)
+@pytest.mark.slow
+def test_one_code_serves_both_blackwells():
+    for name in [v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])]:
+        one, other = (ptx.compiled(name, arch).ptx for arch in ("sm_100a", "sm_103a"))
+        assert one.replace(".target sm_100a", ".target sm_103a") == other, name
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -456,7 +491,7 @@ def test_some_calls_are_not_recorded(launched):
         ({"is_ragged": True}, "draft tokens and ragged rows that never ran"),
         ({"pool_dtype": torch.float16}, "this pool is in float16"),
         ({"K": 64, "V": 64}, "takes K = V = 128, and this call has K = 64, V = 64"),
-        ({"sm": (10, 0)}, "needs compute capability 9.0, and this GPU has 10.0"),
+        ({"sm": (8, 0)}, "needs compute capability {own}, and this GPU has 8.0"),
         ({"dtype": torch.float16}, "takes bfloat16, and this call has float16"),
         ({"g_dtype": torch.float16}, "takes g in bfloat16 or float32, and this call has float16"),
         ({"has_intermediate_states": True}, "draft tokens and ragged rows that never ran"),
@@ -464,18 +499,36 @@ def test_some_calls_are_not_recorded(launched):
         ({"options": DecodeOptions(state_is_kv=True)}, "this one is [P, HV, K, V]"),
         ({"has_aligned_slots": False}, "slots of the pool do not begin at multiples"),
         ({"N": 2**16}, "fewer than 2^16 rows"),
+        ({"family": "lightning", "T": 4, "g_dtype": None, "beta_dtype": None}, None),
+        ({"family": "lightning", "T": 1, "pool_dtype": BF16, "g_dtype": None, "beta_dtype": None}, None),
     ],
     ids=str,
 )
-def test_what_the_backend_takes(monkeypatch, change, reason):
+@pytest.mark.parametrize(
+    ("sm", "name", "own"),
+    [((9, 0), "cute_sm90", "9.0"), ((10, 0), "cute_sm100", "10.0 or 10.3"), ((10, 3), "cute_sm100", "10.0 or 10.3")],
+    ids=["sm90", "sm100", "sm103"],
+)
+def test_what_the_backends_take(monkeypatch, sm, name, own, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    p = dataclasses.replace(make(Case(), "cpu")[0], device="cuda", **change)
+    p = dataclasses.replace(make(Case(), "cpu")[0], **{"device": "cuda", "sm": sm, **change})
     choice = choose(f"{p.family}_decode", p)
     if reason is None:
-        assert choice.name == "cute_sm90"
+        assert choice.name == name
     else:
         assert choice.name == "triton"
-        assert reason in dict(choice.passed_over)["cute_sm90"]
+        assert reason.format(own=own) in dict(choice.passed_over)[name]
+
+
+def test_a_launch_is_of_the_kernel_for_the_gpu(launched, monkeypatch):
+    targets = []
+    monkeypatch.setattr(decode, "load", lambda name, arch, load=decode.load: targets.append(arch) or load(name, arch))
+    for sm in ((9, 0), (10, 0), (10, 3)):
+        p, x = make(Case(), "cpu", sm)
+        decode.decode(p, x)
+        assert decode.record_decode(p, x, x) is not None
+    assert targets == ["sm_90a", "sm_90a", "sm_100a", "sm_100a", "sm_103a", "sm_103a"]
+    assert len(launched) == 3
 
 
 # On a GPU
@@ -484,7 +537,7 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
 @pytest.fixture
 def kernels():
     choice = choose("kda_decode", make(Case(), "cuda")[0])
-    if choice.name != "cute_sm90":
+    if not choice.name.startswith("cute_"):
         pytest.skip(str(choice))
 
 

@@ -19,7 +19,7 @@ from cula import reference
 from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.ops.cute import kda, kda_abi
+from cula.ops.cute import kda, kda_abi, kda_self_check
 from cula.ops.cute.kda_abi import BOUND, LARGEST, VEC
 from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build, self_check
@@ -621,7 +621,7 @@ def test_broken_blackwell_kernels_are_noticed(interpreted, what):
 def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkeypatch):
     error = lambda: self_check.worst_error("kda_f16_gate_bf16", torch.device("cpu"), BLACKWELL_SM)
     assert error() < 2.2e-3
-    monkeypatch.setattr(self_check, "CALLS", self_check.CALLS[:1])
+    monkeypatch.setattr(kda_self_check, "CALLS", kda_self_check.CALLS[:1])
     interpreted(edit=BROKEN["a window one column on"])
     assert not error() < self_check.LIMIT
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that never ran on hardware are compared with torch where they first meet it; here with made-up GPUs and figures.
 
-That the comparison itself tells right from wrong is tested with the kernels, in test_kda.py.
+That the comparison itself tells right from wrong is tested with the kernels, in test_kda.py and test_decode.py.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cula.core.dispatch import choose
-from cula.ops.cute import kda
+from cula.ops.cute import decode, decode_self_check, kda, kda_self_check
 from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER
 
@@ -131,7 +131,45 @@ def test_a_name_says_what_calls_a_kernel_takes():
         ("kda_f16_softplus_bf16", (True, "softplus", torch.bfloat16, False)),
         ("kda_f16_gate_bf16_scalar", (True, "gate", torch.bfloat16, True)),
     ):
-        flags = self_check.Flags.of(name)
+        flags = kda_self_check.Flags.of(name)
         assert flags == want
-        p, _ = self_check.make(self_check.CALLS[0], flags, torch.device("cpu"), (10, 0))
+        p, _ = kda_self_check.make(kda_self_check.CALLS[0], flags, torch.device("cpu"), (10, 0))
         assert kda.variant(p) == name
+
+
+DECODE = decode_self_check.make(
+    decode_self_check.CALLS[0], decode_self_check.Kernel.of("decode_4_bf16"), torch.device("cpu"), (10, 0)
+)[0]
+
+
+def test_decode_compares_itself_too(gpu):
+    made = gpu(error=3e-2)
+    on_gpu = dataclasses.replace(DECODE, device="cuda")
+    choice = choose("kda_decode", on_gpu)
+    assert choice.name == "triton"
+    assert "decode_4_bf16 differs from the torch backend by 3.0e-02" in dict(choice.passed_over)["cute_sm100"]
+    assert made == [("decode_4_bf16", "sm_100a", 1)]
+    gpu(error=1e-3)
+    with pytest.warns(UserWarning, match="never run on hardware"):
+        assert choose("kda_decode", dataclasses.replace(on_gpu, T=8)).name == "cute_sm100", "another kernel"
+    assert made[1:] == [("decode_8_bf16", "sm_100a", 1)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decode_1_bf16", "decode_1_bf16_scalar", "decode_8_f32", "decode_8_bf16_lightning", "decode_steps_f32_scalar",
+     "decode_steps_bf16"],
+)  # fmt: skip
+def test_calls_of_a_decode_kernel_are_those_that_it_takes(name, monkeypatch):
+    """But for its shape, which their small size does not ask for: they are told the kernel's name."""
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
+    kernel = decode_self_check.Kernel.of(name)
+    problems = [decode_self_check.make(call, kernel, torch.device("cpu"), (10, 0))[0] for call in decode_self_check.CALLS]
+    assert all(decode.why_not("decode", p) is None and p.pool_dtype == kernel.pool for p in problems)
+    assert {decode.variant(dataclasses.replace(p, T=kernel.tokens)).replace("_wide", "") for p in problems} == {name}
+    assert kernel.tokens == 1 or {p.T for p in problems} == {kernel.tokens, kernel.tokens - 1}
+    if kernel.family == "kda":
+        assert {p.gate for p in problems} == {"bounded", "softplus", "log"}
+        assert {p.g_dtype for p in problems} == {p.beta_dtype for p in problems} == {torch.bfloat16, torch.float32}
+        assert any(p.has_scalar_gate for p in problems) == kernel.takes_scalar_gates
+        assert all(p.has_scalar_gate for p in problems) != kernel.takes_channel_gates

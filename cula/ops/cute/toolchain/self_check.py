@@ -2,8 +2,9 @@
 """Kernels that have never run on hardware, met by the hardware they are for.
 
 Before dispatch lets such a kernel take its first call on a machine, the kernel computes a few small calls there and is compared
-with the torch backend: packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained. If it
-is off, the backend declines with the figure, and the next one of the table serves.
+with the torch backend. If it is off, the backend declines with the figure, and the next one of the table serves. The calls are
+beside the host code, in `<kind>_self_check.py`: its `worst_error(kernel, device, capability)` makes them. A kind is the first
+word of its kernels' names, and its host code says which of them takes a call (`variant`).
 
 It runs in a process of its own, because a kernel that faults takes its process's GPU with it, and one that hangs must be stopped.
 That takes as long as importing torch; the calls themselves well under a second. The result is kept in the cache, by kernel,
@@ -13,8 +14,8 @@ sources and GPU, so a machine does it once. `CULA_SELF_CHECK=0` leaves it out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -24,17 +25,13 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from cula import settings
-from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
-from cula.ops.cute import kda
+from cula.core.dispatch import AnyProblem
+from cula.core.problem import DecodeProblem
 from cula.ops.cute.archs import arch_of, target_of
-from cula.ops.cute.kda_abi import K, V
-from cula.ops.cute.kda_schedule import split_into
 from cula.ops.cute.toolchain import loader
 from cula.ops.cute.toolchain.build import locked
 from cula.ops.cute.toolchain.variants import modules_of, source_hash
@@ -44,7 +41,7 @@ LIMIT = 1e-2
 SECONDS = 120.0  # for the process: several times what a busy machine needs
 
 
-def objection(problem: KdaProblem, may_run: bool = True) -> str | None:
+def objection(problem: AnyProblem, may_run: bool = True) -> str | None:
     """Why the kernel for this call should not be used on this machine, as a sentence; None if it may be.
 
     Args:
@@ -59,13 +56,31 @@ def objection(problem: KdaProblem, may_run: bool = True) -> str | None:
     if not settings.self_check():
         _warn(arch, "and CULA_SELF_CHECK=0 leaves out comparing them with the torch backend here")
         return None
+    name = kernel_of(problem)
     if not may_run:
-        found = known(kda.variant(problem), arch, torch.cuda.get_device_name(gpu))
-        return None if found is None else _judge(kda.variant(problem), found)
-    reason = _objection(kda.variant(problem), arch, gpu)
+        found = known(name, arch, torch.cuda.get_device_name(gpu))
+        return None if found is None else _judge(name, found)
+    reason = _objection(name, arch, gpu)
     if reason is None:
         _warn(arch, f"but agree with the torch backend on this {torch.cuda.get_device_name(gpu)}")
     return reason
+
+
+def kernel_of(problem: AnyProblem) -> str:
+    """The kernel that takes a call, as its host code names it."""
+    kind = "decode" if isinstance(problem, DecodeProblem) else problem.family
+    return importlib.import_module(f"cula.ops.cute.{kind}").variant(problem)
+
+
+def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
+    """The largest relative difference between a kernel and the torch backend, of outputs and states of its calls."""
+    return importlib.import_module(f"cula.ops.cute.{name.split('_')[0]}_self_check").worst_error(name, device, sm)
+
+
+def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want|; infinite where a number is none."""
+    difference = torch.linalg.norm(got.double() - want.double()) / torch.linalg.norm(want.double())
+    return difference.nan_to_num(torch.inf).item()
 
 
 @functools.cache
@@ -142,99 +157,6 @@ def _measure(name: str, arch: str, gpu: int) -> dict:
             lines = run.stdout.strip().splitlines()
             return {"failure": lines[-1] if lines else f"exit status {run.returncode}"}
         return json.loads(out.read_text())
-
-
-# The calls.
-
-
-class Flags(NamedTuple):
-    """What a kernel's name says about its calls."""
-
-    is_normalised: bool
-    gate: str  # "gate", "softplus", "log", "safe"
-    g: torch.dtype
-    has_scalar_gate: bool
-
-    @classmethod
-    def of(cls, name: str) -> Flags:
-        dtypes = {short: dtype for dtype, short in kda.SHORT.items()}
-        _, dtype, gate, g, *rest = name.split("_")
-        return cls(dtype == "f16", gate, dtypes[g], rest == ["scalar"])
-
-
-class Call(NamedTuple):
-    lengths: tuple[int, ...]
-    is_packed: bool
-    H: int
-    HV: int
-    per_segment: int  # chunks
-    is_slow: bool  # the gate forgets in thousands of tokens, not in ten: from the sixth on segments are chained
-    has_state: bool
-    beta: torch.dtype = torch.float32
-
-
-CALLS = (
-    Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=100, is_slow=False, has_state=True),
-    Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
-    Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
-    Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
-)
-
-
-def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) -> tuple[KdaProblem, KdaInputs]:
-    random = torch.Generator().manual_seed(0)
-    D = K
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random)
-
-    B, T = (1, sum(call.lengths)) if call.is_packed else (len(call.lengths), call.lengths[0])
-    q, k = normal(B, T, call.H, D), normal(B, T, call.H, D)
-    if not flags.is_normalised:
-        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    of_gate = () if flags.has_scalar_gate else (D,)
-    g, shift = normal(B, T, call.HV, *of_gate), -8.0 if call.is_slow else 0.0
-    is_raw, fastest = flags.gate in ("gate", "softplus"), -50.0 if flags.gate == "log" else -5.0
-    x = KdaInputs(
-        q=q.bfloat16(),
-        k=k.bfloat16(),
-        v=normal(B, T, call.HV, D).bfloat16(),
-        g=(g if is_raw else fastest * torch.sigmoid(g + shift)).to(flags.g),
-        beta=normal(B, T, call.HV).to(call.beta),
-        A_log=0.1 * normal(call.HV) if is_raw else None,
-        dt_bias=0.1 * normal(call.HV, *of_gate) + shift if is_raw else None,
-        initial_state=normal(len(call.lengths), call.HV, D, D) if call.has_state else None,
-        cu_seqlens=torch.tensor([0, *call.lengths]).cumsum(0).int() if call.is_packed else None,
-    )
-    options = KdaOptions(
-        lower_bound=-5.0 if flags.gate == "gate" else None,
-        use_gate_in_kernel=is_raw,
-        use_qk_l2norm_in_kernel=flags.is_normalised,
-        use_beta_sigmoid_in_kernel=True,
-        safe_gate=flags.gate == "safe",
-        output_final_state=True,
-    )
-    moved: Any = (None if t is None else t.to(device) for t in x)
-    problem, x = check_kda(KdaInputs(*moved), options)
-    return dataclasses.replace(problem, sm=sm), x
-
-
-def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
-    """The largest relative difference, of outputs and last states of the calls."""
-    from cula.ops.torch.kda import kda_fwd
-
-    worst = 0.0
-    for call in CALLS:
-        p, x = make(call, Flags.of(name), device, sm)
-        ht = torch.full((p.N, p.HV, V, K), torch.nan, device=device)
-        o = torch.full_like(x.v, torch.nan)
-        kda.run(p, x, split_into(p, call.per_segment, num_sms=0), ht, o)
-        want = kda_fwd(p, x)
-        assert want.final_state is not None
-        for got, right in ((o, want.o), (ht, want.final_state)):
-            difference = torch.linalg.norm(got.double() - right.double()) / torch.linalg.norm(right.double())
-            worst = max(worst, difference.nan_to_num(torch.inf).item())
-    return worst
 
 
 def main(argv: Sequence[str] | None = None) -> None:
