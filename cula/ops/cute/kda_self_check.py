@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that a KDA prefill kernel without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
 
-Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained.
+Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained; states in slots of a pool,
+and those at chunk starts kept.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cula.core.kernels import Pool
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
-from cula.ops.cute.kda_abi import K, V
+from cula.ops.cute.kda_abi import K, Kept
 from cula.ops.cute.kda_schedule import split_into
 from cula.ops.cute.toolchain.self_check import relative_difference
 
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     is_slow: bool  # the gate forgets in thousands of tokens, not in ten: from the sixth on segments are chained
     has_state: bool
     beta: torch.dtype = torch.float32
+    on_pool: bool = False  # states are slots of one, and those at chunk starts are kept
 
 
 CALLS = (
@@ -50,6 +53,7 @@ CALLS = (
     Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
     Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
     Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
+    Call((70, 20, 130), is_packed=True, H=1, HV=1, per_segment=1, is_slow=True, has_state=True, on_pool=True),
 )
 
 
@@ -85,6 +89,7 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
         use_beta_sigmoid_in_kernel=True,
         safe_gate=flags.gate == "safe",
         output_final_state=True,
+        return_intermediate_states=call.on_pool,
     )
     moved: Any = (None if t is None else t.to(device) for t in x)
     problem, x = check_kda(KdaInputs(*moved), options)
@@ -92,16 +97,51 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
 
 
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
-    """The largest relative difference, of outputs and last states of the calls."""
+    """The largest relative difference, of outputs, last states and kept ones of the calls."""
+    return max(difference for call in CALLS for difference in differences(call, *make(call, Flags.of(name), device, sm)))
+
+
+def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
+    """Between the kernel and the torch backend, of each tensor that a call writes."""
     from cula.ops.torch.kda import kda_fwd
 
-    worst = 0.0
-    for call in CALLS:
-        p, x = make(call, Flags.of(name), device, sm)
-        ht = torch.full((p.N, p.HV, V, K), torch.nan, device=device)
-        o = torch.full_like(x.v, torch.nan)
-        kda.run(p, x, split_into(p, call.per_segment, num_sms=0), ht, o)
-        want = kda_fwd(p, x)
-        assert want.final_state is not None
-        worst = max(worst, relative_difference(o, want.o), relative_difference(ht, want.final_state))
-    return worst
+    pool = make_pool(x) if call.on_pool else None
+    if pool is not None:
+        x = x._replace(initial_state=torch.where(has_slot(pool)[:, None, None, None], pool.states[pool.indices].float(), 0.0))
+    want = kda_fwd(p, x)
+    assert want.final_state is not None
+    o = torch.full_like(x.v, torch.nan)
+    last = torch.full_like(want.final_state, torch.nan) if pool is None else pool.states
+    pairs = [(o, want.o), (last, want.final_state if pool is None else after(pool, want.final_state))]
+    kept = None
+    if want.states is not None:
+        kept = kda.KeptStates(torch.full_like(want.states, torch.nan).flatten(0, 1), Kept.STARTS, 1, None)
+        pairs += [(kept.states, want.states.flatten(0, 1))]
+    schedule = split_into(p, call.per_segment, num_sms=0)
+    if pool is None:
+        kda.run(p, x, schedule, last, o, kept=kept)
+    else:
+        kda.run(p, x._replace(initial_state=None), schedule, None, o, pool, kept)
+    return [relative_difference(got, right) for got, right in pairs]
+
+
+def make_pool(x: KdaInputs) -> Pool:
+    """A pool with the first states of a call, of which the second sequence has no slot; its slot 0 is nobody's."""
+    assert x.initial_state is not None
+    N = x.initial_state.shape[0]
+    states = torch.cat([x.initial_state.flip(0), x.initial_state[:1]]).to(torch.float16)
+    indices = torch.arange(N, 0, -1, dtype=torch.int32, device=states.device)
+    indices[1] = 0
+    return Pool(states, indices, None, null_is_nonpositive=True)
+
+
+def has_slot(pool: Pool) -> Tensor:
+    """Which sequences have one, [N]."""
+    return pool.indices >= pool.first_slot
+
+
+def after(pool: Pool, final_state: Tensor) -> Tensor:
+    """The states of a pool with the last ones of a call in its slots."""
+    states, live = pool.states.clone(), has_slot(pool)
+    states[pool.indices[live]] = final_state[live].to(states.dtype)
+    return states

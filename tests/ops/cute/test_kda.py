@@ -295,21 +295,21 @@ def exact_transition(g: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch
     return M
 
 
-def of_decays(q, k, v, g, beta, h0=None, lengths=None, **options) -> tuple[KdaProblem, KdaInputs]:
+def of_decays(q, k, v, g, beta, h0=None, lengths=None, sm=(9, 0), **options) -> tuple[KdaProblem, KdaInputs]:
     """A call with activated gates and betas, [T, ...] of one head."""
     offsets = None if lengths is None else torch.tensor([0, *lengths], device=q.device).cumsum(0).int()
     x = KdaInputs(
         *(t[None, :, None].bfloat16() for t in (q, k, v)), g[None, :, None], beta[None, :, None], None, None, h0, offsets
     )
     p, x = check_kda(x, KdaOptions(use_qk_l2norm_in_kernel=True, output_final_state=True, **options))
-    return dataclasses.replace(p, sm=p.sm or HOPPER_SM), x
+    return dataclasses.replace(p, sm=p.sm or sm), x
 
 
-def check_bounds(monkeypatch, device: str) -> None:
+def check_bounds(monkeypatch, device: str, sm: tuple[int, int] = (9, 0)) -> None:
     """No chunk keeps more of any state than its bound says, and those that models have are found to forget."""
     chunks = forgetful_chunks()
     g, k, b = (torch.cat(parts).to(device) for parts in zip(*chunks.values()))
-    p, x = of_decays(torch.ones_like(k), k, torch.ones_like(k), g, b, lengths=[64] * len(chunks))
+    p, x = of_decays(torch.ones_like(k), k, torch.ones_like(k), g, b, lengths=[64] * len(chunks), sm=sm)
     _, _, bounds = chunk_bounds(p, x, split_into(p, 100, NUM_SMS), monkeypatch)
     for n, name in enumerate(chunks):
         rows = slice(64 * n, 64 * n + 64)
@@ -322,7 +322,7 @@ def check_bounds(monkeypatch, device: str) -> None:
             assert norm > 0.5, (name, norm)
 
 
-def check_that_what_is_forgotten_does_not_matter(monkeypatch, device: str) -> None:
+def check_that_what_is_forgotten_does_not_matter(monkeypatch, device: str, sm: tuple[int, int] = (9, 0)) -> None:
     """Four chunks leave a state 2^12 times as large as what comes after; the next is only just called forgetful, so that the last
     segment starts from zero before it. Its outputs and its state are as right as without the cut."""
     random = torch.Generator().manual_seed(7)
@@ -330,7 +330,7 @@ def check_that_what_is_forgotten_does_not_matter(monkeypatch, device: str) -> No
     q, k, v = (torch.randn(T, D, generator=random) for _ in range(3))
     g, b = torch.full((T, D), -0.003), torch.rand(T, generator=random)
     g[256:320], v[:256] = -0.35, 4096.0 * v[:256]
-    p, x = of_decays(*(t.to(device) for t in (q, k, v, g, b)))
+    p, x = of_decays(*(t.to(device) for t in (q, k, v, g, b)), sm=sm)
     o, ht, bounds = chunk_bounds(p, x, split_into(p, 1, NUM_SMS), monkeypatch)
     assert -28.0 < bounds[4, 0].log2().item() < -24.0
     assert bounds[3, 0].item() > 1.0
@@ -367,28 +367,33 @@ HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)
 of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", "sm100"])
 
 
-@of_each
-@pytest.mark.parametrize("case", CASES, ids=str)
+def of_each_with(cases: list[Case], is_quick: Callable[[Case], bool]):
+    """On Blackwell, cases that take further variants are slow: gates are the intra-chunk kernel's business, which is Hopper's."""
+    hopper = [pytest.param(case, HOPPER_SM, id=f"{case}-sm90") for case in cases]
+    slow = lambda case: [] if is_quick(case) else [pytest.mark.slow]
+    return pytest.mark.parametrize(
+        ("case", "sm"), hopper + [pytest.param(case, BLACKWELL_SM, id=f"{case}-sm100", marks=slow(case)) for case in cases]
+    )
+
+
+@of_each_with(CASES, lambda case: not (case.has_scalar_gate and case.gate == "log"))
 def test_interpreted(interpreted, case, sm):
-    if sm == BLACKWELL_SM and case.has_scalar_gate and case.gate == "log":
-        pytest.skip("variants less to compile: the gate is the intra-chunk kernel's, which is Hopper's")
     check(case, "cpu", sm)
 
 
-@of_each
-@pytest.mark.parametrize("case", UNBOUNDED, ids=str)
+@of_each_with(UNBOUNDED, lambda case: not case.has_scalar_gate and case.is_normalised and case.decays in ("random", "to -50"))
 def test_gates_without_a_bound_interpreted(interpreted, case, sm):
-    if sm == BLACKWELL_SM and (case.has_scalar_gate or not case.is_normalised or case.decays not in ("random", "to -50")):
-        pytest.skip("variants less to compile, and less to run: the gate is the intra-chunk kernel's, which is Hopper's")
     check(case, "cpu", sm)
 
 
-def test_no_chunk_keeps_more_than_its_bound(interpreted, monkeypatch):
-    check_bounds(monkeypatch, "cpu")
+@pytest.mark.parametrize("sm", [HOPPER_SM, pytest.param(BLACKWELL_SM, marks=pytest.mark.slow)], ids=["sm90", "sm100"])
+def test_no_chunk_keeps_more_than_its_bound(interpreted, monkeypatch, sm):
+    check_bounds(monkeypatch, "cpu", sm)
 
 
-def test_what_is_forgotten_does_not_matter(interpreted, monkeypatch):
-    check_that_what_is_forgotten_does_not_matter(monkeypatch, "cpu")
+@pytest.mark.parametrize("sm", [HOPPER_SM, pytest.param(BLACKWELL_SM, marks=pytest.mark.slow)], ids=["sm90", "sm100"])
+def test_what_is_forgotten_does_not_matter(interpreted, monkeypatch, sm):
+    check_that_what_is_forgotten_does_not_matter(monkeypatch, "cpu", sm)
 
 
 @pytest.mark.parametrize("case", CHAINED, ids=str)

@@ -199,19 +199,36 @@ def test_served_interpreted(interpreted, served):  # noqa: F811
     check_served(served, "cpu")
 
 
-@pytest.mark.parametrize("served", [SERVED[1], SERVED[3], SERVED[4]], ids=str)
+def split(served: Served) -> Served:
+    """As an architecture without a fused kernel serves it."""
+    return dataclasses.replace(served, case=dataclasses.replace(served.case, clusters=0))
+
+
+QUICK = (1, 3, 4)  # on Blackwell
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        pytest.param(split(served), marks=[] if i in QUICK else [pytest.mark.slow], id=str(split(served)))
+        for i, served in enumerate(SERVED)
+    ],
+)
 def test_served_on_blackwell_interpreted(interpreted, served):  # noqa: F811
     check_served(served, "cpu", BLACKWELL_SM)
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_indices_beyond_the_pool_are_no_slots(interpreted, index):  # noqa: F811
+@pytest.mark.parametrize(
+    ("index", "sm"), [(torch.int32, HOPPER_SM), (torch.int64, HOPPER_SM), (torch.int64, BLACKWELL_SM)], ids=str
+)
+def test_indices_beyond_the_pool_are_no_slots(interpreted, index, sm):  # noqa: F811
     """Nothing raises on a GPU; what has no slot starts from zero, and nothing is written."""
-    p, x = make(Case((70, 20), has_state=False), "cpu")
+    p, x = make(Case((70, 20), has_state=False), "cpu", sm)
     pool = torch.full((2, 1, D, D), torch.nan)
     o, want = torch.empty_like(x.v), torch.empty_like(x.v)
-    kda.run(p, x, fused(2), None, o, Pool(pool, torch.tensor([2, 2**31 - 1], dtype=index), None))
-    kda.run(p, x, fused(2), None, want)
+    made = fused(2) if sm == HOPPER_SM else split_into(p, 100, NUM_SMS)
+    kda.run(p, x, made, None, o, Pool(pool, torch.tensor([2, 2**31 - 1], dtype=index), None))
+    kda.run(p, x, made, None, want)
     assert torch.equal(o, want) and bool(pool.isnan().all())
 
 

@@ -59,7 +59,7 @@ def objection(problem: AnyProblem, may_run: bool = True) -> str | None:
     name = kernel_of(problem)
     if not may_run:
         found = known(name, arch, torch.cuda.get_device_name(gpu))
-        return None if found is None else _judge(name, found)
+        return None if found is None else judge(name, found)
     reason = _objection(name, arch, gpu)
     if reason is None:
         _warn(arch, f"but agree with the torch backend on this {torch.cuda.get_device_name(gpu)}")
@@ -96,10 +96,11 @@ def _warn(arch: str, rest: str) -> None:
 
 @functools.cache
 def _objection(name: str, arch: str, gpu: int) -> str | None:
-    return _judge(name, recorded(name, arch, torch.cuda.get_device_name(gpu), gpu))
+    return judge(name, recorded(name, arch, torch.cuda.get_device_name(gpu), gpu))
 
 
-def _judge(name: str, found: dict) -> str | None:
+def judge(name: str, found: dict) -> str | None:
+    """Why a kernel of which a check found this should not be used; None if it may be."""
     if "failure" in found:
         return f"its first run on this GPU failed: {found['failure']}"
     if not found["error"] < LIMIT:  # NaN too
