@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tools/first_blackwell.py` without a GPU: steps end in time, and what they came to is in the report."""
+
+import json
+import sys
+import time
+import types
+import zipfile
+
+import pytest
+import torch
+
+from cula.ops.cute.toolchain import build, self_check
+from tools import first_blackwell
+from tools.first_blackwell import NO_GPU, Outcome, Step
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+
+
+def step(code: str, seconds: float = 30.0) -> Step:
+    return Step("made-up", "made-up", (sys.executable, "-c", code), seconds)
+
+
+def test_what_a_step_comes_to(tmp_path):
+    assert first_blackwell.run(step("print('fine')"), tmp_path).what == "ok"
+    assert (tmp_path / "made-up.log").read_text() == "fine\n"
+    failed = first_blackwell.run(step("print('a' * 10); raise SystemExit(3)"), tmp_path)
+    assert (failed.what, failed.tail) == ("failed (exit status 3)", ("a" * 10,))
+    left_out = Step("made-up", "made-up", ("no such command",), 1.0, left_out="of a reason")
+    assert first_blackwell.run(left_out, tmp_path) == Outcome("made-up", "left out: of a reason")
+
+
+def test_a_step_that_hangs_is_stopped_with_what_it_started(tmp_path):
+    code = "import subprocess; print('begins', flush=True); subprocess.run(['sleep', '100'])"
+    start = time.monotonic()
+    hung = first_blackwell.run(step(code, 1.0), tmp_path)
+    assert (hung.what, hung.tail) == ("stopped after 1 s", ("begins",))
+    assert time.monotonic() - start < 50, "not that of its child"
+
+
+@needs_no_gpu
+def test_the_report_says_that_there_is_no_gpu(tmp_path):
+    out = tmp_path / "report"
+    assert first_blackwell.main(["--out", str(out), "--steps", "compile,self-checks,tests"]) == 0
+    page = (out / "summary.md").read_text()
+    assert page.startswith("# cuLA on a machine without a GPU\n\nTorch sees no GPU on this machine: ")
+    for name in ("compile", "self-checks", "tests-kda", "tests-decode", "tests-others"):
+        assert f"| {name} | left out: {NO_GPU} | 0 |" in page
+    steps = json.loads((out / "summary.json").read_text())["steps"]
+    assert all(of["what"] == f"left out: {NO_GPU}" for of in steps)
+    with zipfile.ZipFile(tmp_path / "report.zip") as sent:
+        assert {"report/summary.md", "report/summary.json"} <= set(sent.namelist())
+
+
+@needs_no_gpu
+@pytest.mark.slow
+def test_without_a_gpu_the_rest_runs_on_the_cpu(tmp_path):
+    out = tmp_path / "report"
+    assert first_blackwell.main(["--out", str(out), "--most", "120"]) == 0
+    steps = {of["name"]: of["what"] for of in json.loads((out / "summary.json").read_text())["steps"]}
+    assert {name for name, what in steps.items() if what == "ok"} >= {"machine", "bench-kda-prefill", "fuzz"}
+    assert json.loads((out / "kda-prefill.json").read_text())["rows"]
+    assert "0 wrong" in (out / "fuzz.log").read_text()
+
+
+def test_unknown_steps_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        first_blackwell.main(["--out", str(tmp_path), "--steps", "tests,nothing"])
+    assert "--steps nothing: there are machine, compile, self-checks, tests, bench, fuzz" in capsys.readouterr().err
+
+
+def test_on_a_gpu_everything_is_run_within_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    listed = {step.name: step for step in first_blackwell.steps(tmp_path, "sm_100a", 200.0)}
+    listed.pop("nvidia-smi")
+    assert all(step.left_out is None and step.seconds <= 200.0 for step in listed.values())
+    tests = [step for step in listed.values() if step.group == "tests"]
+    assert {"tests-kda", "tests-decode", "tests-others"} <= {step.name for step in tests}
+    assert all("-m gpu" in " ".join(step.command) and step.environment == {"CULA_SELF_CHECK": "0"} for step in tests)
+    assert [step.command[4] for step in listed.values() if step.group == "bench"] == list(first_blackwell.SUITES)
+    assert "cuda" in listed["fuzz"].command
+    other = {step.name: step for step in first_blackwell.steps(tmp_path, None, 200.0)}
+    assert other["self-checks"].left_out == "there are no CuTe kernels for this GPU"
+
+
+def test_every_kernel_is_checked_and_the_worst_decides(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i=0: "NVIDIA B200")
+    finds = {"kda_a": {"error": 2e-3}, "kda_b": {"error": 0.5}, "decode_c": {"failure": "an illegal memory access"}}
+    monkeypatch.setattr(first_blackwell, "collect", lambda modules: [types.SimpleNamespace(name=n) for n in [*finds, "kda_d"]])
+
+    def recorded(name, arch, gpu_name, gpu):
+        if name == "kda_d":
+            raise build.CompileError("spills")
+        return finds[name]
+
+    monkeypatch.setattr(self_check, "recorded", recorded)
+    assert first_blackwell.check_kernels("sm_100a", tmp_path) == 1
+    written = json.loads((tmp_path / "self-checks.json").read_text())
+    assert written["kda_a"] == {"error": 2e-3, "objection": None}
+    assert "differs from the torch backend by 5.0e-01" in written["kda_b"]["objection"]
+    assert "an illegal memory access" in written["decode_c"]["objection"] and "spills" in written["kda_d"]["objection"]
+    assert "kda_a: 2.0e-03" in capsys.readouterr().out
+    finds.pop("kda_b"), finds.pop("decode_c")
+    monkeypatch.setattr(first_blackwell, "collect", lambda modules: [types.SimpleNamespace(name="kda_a")])
+    assert first_blackwell.check_kernels("sm_100a", tmp_path) == 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: (9, 0))
+    assert first_blackwell.check_kernels("sm_90a", tmp_path) == 0, "Hopper has a recorded run"
