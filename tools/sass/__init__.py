@@ -3,6 +3,7 @@
 
 | module           | what                                                                                           |
 |------------------|------------------------------------------------------------------------------------------------|
+| `counts.py`      | how many instructions of which kind kernels and their loops issue                              |
 | `descriptors.py` | a fault of ptxas 12.8: descriptors of wgmma operands that are added to the wrong register      |
 | `scoreboards.py` | which loads an instruction waits for                                                           |
 """
