@@ -79,6 +79,13 @@ def exchange(run):
     return error(y, (x.float() + x.float()[[1, 0, 3, 2]]).double())
 
 
+def share(run):
+    """Two clusters whose blocks load halves for each other, five rounds."""
+    x, y = randn(2, 5, 64, 128), torch.full((4, 5, 64, 128), NAN)
+    run(x, y)
+    return error(y, x.double().repeat_interleave(2, 0))
+
+
 def umma(has_second):
     def case(run):
         q, k, v = (randn(2, 128, 128, scale=0.3) for _ in range(3))
@@ -101,6 +108,7 @@ CASES = {
     "warp_product_fp16": (HOPPER, "sm_90a", warp_product(torch.float16), 5e-4),
     "chain": (HOPPER, "sm_90a", chain, 2e-3),
     "exchange": (HOPPER, "sm_90a", exchange, 0.0),
+    "share": (HOPPER, "sm_90a", share, 0.0),
     "umma_product": (BLACKWELL, "sm_100a", umma(False), 1e-6),
     "umma_chain": (BLACKWELL, "sm_100a", umma(True), 2e-3),
 }
