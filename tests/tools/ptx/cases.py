@@ -97,6 +97,13 @@ def umma(has_second):
     return case
 
 
+def umma_pair(run):
+    """Two pairs: each has 256 rows of a, of which a block has 128, and 128 of b, of which it has 64."""
+    a, b, c = randn(4, 128, 128, scale=0.3), randn(4, 64, 128, scale=0.3), torch.full((4, 128, 128), NAN)
+    run(a, b, c)
+    return error(c.view(2, 256, 128), a.double().view(2, 256, 128) @ b.double().view(2, 128, 128).mT)
+
+
 # name: (modules, architecture, case, tolerance). A score that lies between two bf16 numbers may go either way.
 CASES = {
     "scale": (HOPPER, "sm_90a", scale(0), 0.0),
@@ -111,6 +118,7 @@ CASES = {
     "share": (HOPPER, "sm_90a", share, 0.0),
     "umma_product": (BLACKWELL, "sm_100a", umma(False), 1e-6),
     "umma_chain": (BLACKWELL, "sm_100a", umma(True), 2e-3),
+    "umma_pair": (BLACKWELL, "sm_100a", umma_pair, 1e-6),
 }
 
 

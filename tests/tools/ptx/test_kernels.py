@@ -125,6 +125,15 @@ PTX = {
     "no wait for a load of tensor memory": ("umma_product", without(r"tcgen05\.wait::ld\.sync\.aligned;")),
     "no wait for a store to tensor memory": ("umma_chain", without(r"tcgen05\.wait::st\.sync\.aligned;")),
     "tensor memory never freed": ("umma_product", without(r"tcgen05\.dealloc[^;]*;")),
+    "no wait for the loads of a pair": ("umma_pair", without_wait(0)),
+    "the partner's halves are not waited for": ("umma_pair", without(r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;")),
+    "no wait for the product of a pair": ("umma_pair", without_wait(1)),
+    "the commit of a pair tells one block": ("umma_pair", replace(r"(mov\.b16 \t%rs\d+), 3;", r"\1, 1;")),
+    "B's major bit of a pair": ("umma_pair", flip(16)),
+    "the swizzle in descriptors of a pair": ("umma_pair", change(DESCRIPTOR, lambda d: d ^ 6 << 61)),
+    "a load of a pair one column on": ("umma_pair", replace(r"(tcgen05\.ld[^;]*)\];", r"\1+1];")),
+    "a product of one block among those of a pair": ("umma_pair", replace(r"mma\.cta_group::2", "mma.cta_group::1", 3)),
+    "nobody allocates for a pair": ("umma_pair", replace(r"(tcgen05\.alloc[^;]*;)", r"@P1 \1")),
 }
 HOST = {
     "a TMA box one row short": ("tma_pipeline", replace(r"constant\(63 : i64\)", "constant(62 : i64)", 0)),
