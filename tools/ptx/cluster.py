@@ -83,6 +83,12 @@ class Cluster:
             raise SimulationError(f"block {other.index} has ended: its shared memory cannot be reached at {int(address):#x}")
         return other
 
+    def named(self, mask, address):
+        """The blocks that a mask of a multicast names, bit by bit their ranks; none of them may have ended."""
+        if mask == 0:
+            raise SimulationError(f"a multicast to no block: shared address {int(address):#x}")
+        return [self.running(rank, address) for rank in range(16) if mask >> rank & 1]
+
     def locate(self, block, addresses, width, n):
         """The words of all shared memories and the index in them of each access of n bytes; None where there is none."""
         rank, offset = np.divmod(addresses.astype(S64), SMEM_WINDOW)

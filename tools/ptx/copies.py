@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that run by themselves: TMA tensor copies, bulk copies of plain bytes, and cp.async."""
+"""Copies that run by themselves: TMA tensor copies, bulk copies of plain bytes, and cp.async.
+
+With `.multicast::cluster` (PTX ISA 9.2, cp.async.bulk and cp.async.bulk.tensor) a load goes to the blocks of the cluster that a
+mask of 16 bits names by their ranks, in each to the address that the destination has in the block that it is in, and signals the
+mbarrier of the same address there.
+"""
 
 import functools
 
@@ -7,7 +12,7 @@ import numpy as np
 
 from tools.ptx.instruction import WIDTH, Address, Vector, begins
 from tools.ptx.memory import TensorMap
-from tools.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SimulationError, Unsupported
+from tools.ptx.values import GMEM_BASE, PARAM_BASE, S64, SMEM_BASE, SMEM_WINDOW, SimulationError, Unsupported
 
 # The method that carries out a `cp` instruction, by the beginning of its opcode; the first that fits counts.
 METHODS = {
@@ -85,7 +90,7 @@ class Copies:
     def tensor(self, i, warp, lanes):
         """A TMA copy of a box: cp.async.bulk.tensor.2d.TO.FROM..."""
         is_load, block = i.parts[5].startswith("shared"), self.block
-        if any(word in i.op for word in ("multicast", "im2col", "cta_group", "prefetch")):
+        if any(word in i.op for word in ("im2col", "cta_group", "prefetch")):
             raise Unsupported(i.op)
         # The DSL elects a lane for loads but not for stores, which become one uniform instruction a warp: done once.
         if is_load and lanes.sum() != 1:
@@ -97,13 +102,15 @@ class Copies:
         coordinates = [int(block.value(x, "S", warp)[lane]) for x in descriptor.coordinates]
         if len(coordinates) != tensor_map.rank:
             raise SimulationError(f"{len(coordinates)} TMA coordinates for a descriptor of rank {tensor_map.rank}")
-        owner, shared = self.owner(i.parts[5], shared)
-        owner.check_shared(shared, tensor_map.bytes, TMA_ALIGNMENT, "TMA")
-        move = lambda: self.move(tensor_map, coordinates, owner, shared, is_load)
+        n = tensor_map.bytes
+        move = lambda owner, shared: self.move(tensor_map, coordinates, owner, shared, is_load)
         if is_load:
-            self.load_later(i, warp, move, tensor_map.bytes, owner, shared, pick(i.args[2]))
+            for owner, at, barrier in self.targets(i, warp, lane, i.parts[5], shared, *i.args[2:4]):
+                owner.check_shared(at, n, TMA_ALIGNMENT, "TMA")
+                self.load_later(i, warp, functools.partial(move, owner, at), n, owner, at, barrier)
         else:
-            self.store_later(i, warp, move, tensor_map.bytes, shared)
+            self.block.check_shared(shared, n, TMA_ALIGNMENT, "TMA")
+            self.store_later(i, warp, functools.partial(move, self.block, shared), n, shared)
 
     def tensor_map(self, address):
         """The TMA descriptor at an address of the kernel's parameters."""
@@ -113,6 +120,16 @@ class Copies:
                 raise Unsupported("a TMA descriptor outside the kernel's parameters")
             self.maps[address] = TensorMap(bytes(self.block.parameters[start : start + TENSOR_MAP_BYTES]))
         return self.maps[address]
+
+    def targets(self, i, warp, lane, space, shared, barrier, mask=None):
+        """(Block, address there, the mbarrier's address in the cluster) of each place that a load goes to."""
+        block = self.block
+        barrier = int(block.address(barrier, warp)[lane])
+        if "multicast::cluster" not in i.parts:
+            return [(*self.owner(space, shared), barrier)]
+        named = block.cluster.named(int(block.value(mask, "H", warp)[lane]), shared)
+        there, beside = (block.cluster.owner(block, address)[1] for address in (shared, barrier))
+        return [(owner, there, beside + SMEM_WINDOW * (owner.rank + 1)) for owner in named]
 
     def owner(self, space, address):
         """The block that a shared address of an instruction is in, and the address there."""
@@ -174,7 +191,7 @@ class Copies:
     def plain(self, i, warp, lanes):
         """cp.async.bulk.TO.FROM... of n bytes, either way."""
         block, is_load = self.block, i.parts[3].startswith("shared")
-        if any(word in i.op for word in ("multicast", "cp_mask", "reduce", "ignore_oob")):
+        if any(word in i.op for word in ("cp_mask", "reduce", "ignore_oob")):
             raise Unsupported(i.op)
         if i.parts[3:5] == ["shared::cluster", "shared::cta"]:
             self.push(i, warp, lanes)
@@ -187,16 +204,16 @@ class Copies:
             shared, offset = (to, source - GMEM_BASE) if is_load else (source, to - GMEM_BASE)
             if n % BULK_ALIGNMENT or offset % BULK_ALIGNMENT:
                 raise SimulationError(f"a bulk copy of {n} bytes at {offset + GMEM_BASE:#x}: both must be multiples of 16")
-            owner, shared = self.owner(i.parts[3], shared)
-            owner.check_shared(shared, n, BULK_ALIGNMENT, "bulk copy")
             self.check_global(offset, n, "bulk copy")
             gmem = block.gmem.bytes[offset : offset + n]
-            smem = owner.shared_bytes(shared, n)
             if is_load:
-                barrier = int(block.address(i.args[3], warp)[lane])
-                self.load_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(smem, gmem), n, owner, shared, barrier)
+                for owner, at, barrier in self.targets(i, warp, lane, i.parts[3], shared, *i.args[3:5]):
+                    owner.check_shared(at, n, BULK_ALIGNMENT, "bulk copy")
+                    move = functools.partial(np.copyto, owner.shared_bytes(at, n), gmem)
+                    self.load_later(i, warp, move, n, owner, at, barrier)
             else:
-                self.store_later(i, warp, lambda smem=smem, gmem=gmem: np.copyto(gmem, smem), n, shared)
+                block.check_shared(shared, n, BULK_ALIGNMENT, "bulk copy")
+                self.store_later(i, warp, functools.partial(np.copyto, gmem, block.shared_bytes(shared, n)), n, shared)
 
     def hint(self, i, warp, lanes):
         """A prefetch of n bytes: nothing happens, but they must be there."""

@@ -4,10 +4,23 @@
 Products and their commits happen at issue or when nothing else can go on, as the order says; with late products a tcgen05.st
 lands at its wait. A register that a tcgen05.ld fills may be moved before the wait, and not used. Known from NVIDIA's own
 sources and what the DSL emits; not compared with hardware yet. Where they leave a choice, the stricter one is taken.
+
+With cta_group::2 (PTX ISA 9.2, 9.7.16) two blocks whose ranks in the cluster differ in the last bit are a pair, and share these:
+
+| instruction      | what is modelled                                                                                           |
+|------------------|------------------------------------------------------------------------------------------------------------|
+| alloc, dealloc   | a warp of each block takes part, and waits for the other; both get the same columns                        |
+| mma              | issued by one thread of the block with the even rank. Each block has half of the rows of A and of D, and   |
+|                  | half of the N rows of B, at the same addresses. M = 256: D as of M = 128 in each ("layout A", 9.7.16.10.5). |
+|                  | M = 128: 64 rows in each, the second half of the columns in lanes 64 to 127 ("layout B")                    |
+| commit           | with a mask, one arrival at the mbarrier of the same address in each block that it names                   |
+
+Tensor memory is read and written by a block's own warps. All tcgen05 instructions of a kernel have the same cta_group.
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +62,24 @@ class Mma(NamedTuple):
     a_in_tmem: bool
     b: int  # a descriptor
     form: "InstructionDescriptor"
-    is_disabled: np.ndarray  # for each lane of tensor memory, whether the result leaves it alone
+    is_disabled: np.ndarray  # for each lane of tensor memory, of both blocks of a pair, whether the result leaves it alone
     accumulates: bool
+
+
+class Request:
+    """Columns that a warp asks for, or gives back."""
+
+    def __init__(self, n, at):
+        self.n, self.at, self.is_done = n, at, False  # `at`: where to write the column to, or the column
+
+
+class Part(NamedTuple):
+    """What a block has of a product."""
+
+    block: Any
+    read_a: Callable[[], np.ndarray]  # [M or M / 2, K]
+    read_b: Callable[[], np.ndarray]  # [N or N / 2, K]
+    write: Callable[[np.ndarray], None]  # its rows of D
 
 
 class TensorMemory:
@@ -64,6 +93,7 @@ class TensorMemory:
         self.cells = np.full((LANE_COUNT, COLUMN_COUNT), EMPTY, U32)
         self.is_allocated = np.zeros(COLUMN_COUNT, bool)
         self.allocations, self.may_allocate = {}, True
+        self.group, self.asked, self.given_back = None, None, None  # cta_group; requests that wait for the partner's
         self.queues = {}  # products a thread has issued and not committed
         self.loads, self.stores = [[] for _ in range(n)], [[] for _ in range(n)]
         self.pending = [set() for _ in range(n)]  # registers of loads not waited for
@@ -89,10 +119,12 @@ class TensorMemory:
     def execute(self, i, warp, lanes):
         """An instruction of a warp's active lanes; a Wait if the warp must wait."""
         kind = i.parts[1]
-        if "cta_group::2" in i.op or "multicast" in i.op:
-            raise Unsupported(i.op)
         if kind not in METHODS:
             raise Unsupported(i.text[:100])
+        if (group := re.search(r"cta_group::(\d)", i.op)) is not None:
+            if self.group not in (None, group[1]):
+                raise SimulationError(f"{i.op} in a kernel that has used cta_group::{self.group}")
+            self.group = group[1]
         if kind in WARP_WIDE and not lanes.all():
             raise SimulationError(f"{i.op} in divergent code")
         return getattr(self, METHODS[kind])(i, warp, lanes)
@@ -103,6 +135,15 @@ class TensorMemory:
         if first + n > COLUMN_COUNT or not self.is_allocated[first : first + n].all():
             raise SimulationError(f"{what}: tensor memory columns {first}..{first + n - 1} are not allocated")
 
+    def members(self):
+        """The tensor memories that an instruction is about: one's own, or those of the pair, the one with the even rank first."""
+        blocks, rank = self.block.cluster.blocks, self.block.rank
+        if self.group != "2":
+            return [self]
+        if rank | 1 >= len(blocks):
+            raise SimulationError(f"cta_group::2 in block {self.block.index}, which has no partner in a cluster of {len(blocks)}")
+        return [blocks[rank & ~1].tmem, blocks[rank | 1].tmem]
+
     def allocate(self, i, warp, lanes):
         """Columns for a warp, whose first it finds in shared memory; it waits until there are so many."""
         block = self.block
@@ -111,23 +152,35 @@ class TensorMemory:
             raise SimulationError(f"tcgen05.alloc of {n} columns: must be a power of two from 32 to 512")
         if not self.may_allocate:
             raise SimulationError("tcgen05.alloc after relinquish_alloc_permit")
-        to = block.uniform(block.address(i.args[0], warp), lanes, "an address")
+        request = self.asked = Request(n, block.uniform(block.address(i.args[0], warp), lanes, "an address"))
+        members = self.members()
 
-        def free_place():
-            # From the top: the first allocation is not at column 0, so code that forgets where it is shows.
-            return next((c for c in range(COLUMN_COUNT - n, -1, -n) if not self.is_allocated[c : c + n].any()), None)
+        def is_free(column):
+            return not any(member.is_allocated[column : column + n].any() for member in members)
 
         def grant():
-            column = free_place()
+            if request.is_done or any(member.asked is None for member in members):
+                return request.is_done
+            if len({member.asked.n for member in members}) > 1:
+                raise SimulationError(f"the blocks of a pair allocate {[member.asked.n for member in members]} columns")
+            # From the top: the first allocation is not at column 0, so code that forgets where it is shows.
+            column = next((c for c in range(COLUMN_COUNT - n, -1, -n) if is_free(c)), None)
             if column is None:
                 return False
-            self.is_allocated[column : column + n] = True
-            self.allocations[column] = n
-            words, at = block.locate("shared", np.array([to]), 4, 1)
-            words[at] = column
+            for member in members:
+                member.take(column)
             return True
 
         return None if grant() else Wait(grant)
+
+    def take(self, column):
+        """Have the columns that were asked for."""
+        request, self.asked = self.asked, None
+        self.is_allocated[column : column + request.n] = True
+        self.allocations[column] = request.n
+        words, at = self.block.locate("shared", np.array([request.at]), 4, 1)
+        words[at] = column
+        request.is_done = True
 
     def relinquish(self, i, warp, lanes):
         self.may_allocate = False
@@ -138,9 +191,24 @@ class TensorMemory:
         n = block.uniform(block.value(i.args[1], "U", warp), lanes, "the number of columns")
         if self.allocations.get(column) != n:
             raise SimulationError(f"tcgen05.dealloc of {n} columns at {column:#x}; allocated: {self.allocations}")
-        del self.allocations[column]
-        self.is_allocated[column : column + n] = False
-        self.cells[:, column : column + n] = EMPTY
+        request = self.given_back = Request(n, column)
+        members = self.members()
+
+        def give_back():
+            if not request.is_done and all(member.given_back is not None for member in members):
+                for member in members:
+                    member.drop()
+            return request.is_done
+
+        return None if give_back() else Wait(give_back)
+
+    def drop(self):
+        """Have no longer the columns that were given back."""
+        request, self.given_back = self.given_back, None
+        del self.allocations[request.at]
+        self.is_allocated[request.at : request.at + request.n] = False
+        self.cells[:, request.at : request.at + request.n] = EMPTY
+        request.is_done = True
 
     # Registers from and to tensor memory.
 
@@ -200,6 +268,10 @@ class TensorMemory:
         """tcgen05.mma, by one thread."""
         if lanes.sum() != 1:
             raise SimulationError("tcgen05.mma is issued by more than one lane: each would run it")
+        if self.group == "2" and self.block.rank % 2:
+            raise SimulationError(
+                f"{i.op} is issued by block {self.block.index}, which has an odd rank: its partner issues for both"
+            )
         lane = int(np.argmax(lanes))
         product = self.product(i, warp, lane)
         if self.block.order.late_products:
@@ -208,20 +280,27 @@ class TensorMemory:
             product()
 
     def commit(self, i, warp, lanes):
-        addresses = self.block.address(i.args[0], warp)
+        addresses, block = self.block.address(i.args[0], warp), self.block
         for lane in np.flatnonzero(lanes):
-            self.commit_lane(i, (warp, int(lane)), self.block.barriers.find_in_cluster(addresses[lane]))
+            if "multicast::cluster" in i.parts:
+                _, there = block.cluster.owner(block, addresses[lane])
+                named = block.cluster.named(int(block.value(i.args[1], "H", warp)[lane]), addresses[lane])
+                barriers = [owner.barriers.find(there) for owner in named]
+            else:
+                barriers = [block.barriers.find_in_cluster(addresses[lane])]
+            self.commit_lane(i, (warp, int(lane)), barriers)
 
-    def commit_lane(self, i, thread, barrier):
-        """The mbarrier gets one arrival when everything THIS thread issued before has completed."""
+    def commit_lane(self, i, thread, barriers):
+        """Each mbarrier gets one arrival when everything THIS thread issued before has completed."""
         work, block = self.queues.pop(thread, []), self.block
         clock = None if block.races is None else block.races.issue(block, thread[0], i.place)
 
         def arrive():
             for product in work:
                 product()
-            barrier.know(clock)
-            barrier.arrive()
+            for barrier in barriers:
+                barrier.know(clock)
+                barrier.arrive()
 
         if block.order.late_products:
             block.cluster.events.append(arrive)
@@ -238,11 +317,12 @@ class TensorMemory:
         where = lambda operand: int(block.address(operand, warp)[lane])
         a_in_tmem = isinstance(i.args[1], Address)
         a = where(i.args[1]) if a_in_tmem else one(i.args[1], "D")
-        form = InstructionDescriptor(one(i.args[3], "U"), kind)
-        rest, is_disabled = i.args[4:], np.zeros(LANE_COUNT, bool)
+        form = InstructionDescriptor(one(i.args[3], "U"), kind, int(self.group))
+        rest, lane_count = i.args[4:], LANE_COUNT * form.blocks
+        is_disabled = np.zeros(lane_count, bool)
         if isinstance(rest[0], Vector):  # a set bit leaves that lane of the result alone
             words = [one(x, "U") for x in rest[0].items]
-            is_disabled = np.array([words[n >> 5] >> (n & 31) & 1 for n in range(LANE_COUNT)], bool)
+            is_disabled = np.array([words[n >> 5] >> (n & 31) & 1 for n in range(lane_count)], bool)
             rest = rest[1:]
         accumulates = bool(block.value(rest[0], "P", warp)[lane])
         if len(rest) > 1 and rest[1] != "0":
@@ -251,29 +331,45 @@ class TensorMemory:
 
     def product(self, i, warp, lane):
         """tcgen05.mma: decoded and checked now, computed when the result is called."""
-        mma = self.decode(i, warp, lane)
-        form = mma.form
-        lanes, column = form.lanes(mma.to >> 16, "D"), mma.to & 0xFFFF
-        self.check_columns(column, form.N, "tcgen05.mma D")
-        keep, columns = ~mma.is_disabled[lanes], slice(column, column + form.N)
-        in_smem = self.operand_in_smem
-        read_a = self.operand_in_tmem(mma.a, form) if mma.a_in_tmem else in_smem(mma.a, form, form.a_is_mn, form.M, form.a_format)
-        read_b = in_smem(mma.b, form, form.b_is_mn, form.N, form.b_format)
+        mma, members = self.decode(i, warp, lane), self.members()
+        disabled = np.split(mma.is_disabled, len(members))
+        parts = [member.part(mma, is_disabled) for member, is_disabled in zip(members, disabled)]
 
         def compute():
-            D = read_a().astype(F64) @ read_b().astype(F64).T
-            if form.negates:
-                D = -D
+            for part in parts:
+                if part.block.has_ended() and part.block is not self.block:
+                    raise SimulationError(f"a product of a pair when block {part.block.index} has ended")
+            A, B = (np.concatenate([read() for read in reads]) for reads in zip(*((p.read_a, p.read_b) for p in parts)))
+            D = A.astype(F64) @ B.astype(F64).T
+            for part, rows in zip(parts, np.split(-D if mma.form.negates else D, len(parts))):
+                part.write(rows)
+
+        return compute
+
+    def part(self, mma, is_disabled):
+        """What this block has of a product: of A and D its rows, of B its half of the other dimension."""
+        form = mma.form
+        lanes, column = form.lanes(mma.to >> 16, "D"), mma.to & 0xFFFF
+        self.check_columns(column, form.columns, "tcgen05.mma D")
+        keep, columns = ~is_disabled[lanes], slice(column, column + form.columns)
+        in_smem = self.operand_in_smem
+        rows_a, rows_b = form.M // form.blocks, form.N // form.blocks
+        read_a = self.operand_in_tmem(mma.a, form) if mma.a_in_tmem else in_smem(mma.a, form, form.a_is_mn, rows_a, form.a_format)
+
+        def write(rows):
+            D = form.fold(rows)
             if mma.accumulates:
                 D = D + self.cells[lanes, columns].view(F32)
             self.cells[lanes[keep], columns] = D.astype(F32).view(U32)[keep]
 
-        return compute
+        return Part(self.block, read_a, in_smem(mma.b, form, form.b_is_mn, rows_b, form.b_format), write)
 
     def operand_in_tmem(self, address, form):
         """A function that reads A [M, K] from tensor memory. 16-bit operands lie two in a column, the low half first."""
         if form.a_is_mn:
             raise SimulationError("tcgen05.mma with A in tensor memory must be K-major")
+        if form.blocks == 2:
+            raise Unsupported("tcgen05.mma of a pair with A in tensor memory")
         lanes, column = form.lanes(address >> 16, "A"), address & 0xFFFF
         self.check_columns(column, OPERAND_COLUMNS, "tcgen05.mma A")
 
@@ -318,7 +414,7 @@ class InstructionDescriptor:
     }  # fmt: skip
     MUST_BE_ZERO = ("sparse", "saturates", "reserved_6", "reserved_23", "reserved_29", "shift")
 
-    def __init__(self, word, kind):
+    def __init__(self, word, kind, blocks=1):
         field = {name: word >> low & ((1 << n) - 1) for name, (low, n) in self.FIELDS.items()}
         if any(field[name] for name in self.MUST_BE_ZERO):
             raise Unsupported(f"instruction descriptor {word:#x}: sparse, saturating, shifted or reserved bits set")
@@ -334,20 +430,30 @@ class InstructionDescriptor:
         formats = {self.a_format, self.b_format}
         if not formats <= ({F16, BF16} if kind == "f16" else {TF32}):
             raise SimulationError(f"instruction descriptor {word:#x}: operand formats {formats} with kind::{kind}")
-        step = 8 if self.M == 64 else 16
-        if self.M not in (64, 128) or not step <= self.N <= 256 or self.N % step:
-            raise SimulationError(f"instruction descriptor {word:#x}: M {self.M} N {self.N}")
+        self.blocks = blocks  # that share the product
+        self.is_folded = blocks == 2 and self.M == 128
+        self.columns = self.N // 2 if self.is_folded else self.N  # of tensor memory, that D takes
+        shapes = {64: 8, 128: 16} if blocks == 1 else {128: 32, 256: 32}  # M, and what N is a multiple of
+        step = shapes.get(self.M)
+        if step is None or not step <= self.N <= 256 or self.N % step:
+            of = "" if blocks == 1 else " of a pair"
+            raise SimulationError(f"instruction descriptor {word:#x}: M {self.M} N {self.N}{of}")
 
     def number(self, raw, code):
         """Bits of an operand as float32."""
         return to_tf32(raw) if self.element == 4 else widen(raw, "bf16" if code == BF16 else "f16")
 
     def lanes(self, first, what):
-        """The lanes of the rows. M = 128: its own; M = 64: 16 rows in every 32 lanes, the lower or the upper half."""
-        if (self.M == 128 and first) or (self.M == 64 and first not in (0, 16)):
+        """The lanes of the rows, or of both halves of folded ones. M = 64: 16 rows in every 32 lanes, the lower or the upper
+        half; otherwise a row, or half of one, has its own."""
+        if (self.M != 64 and first) or (self.M == 64 and first not in (0, 16)):
             raise SimulationError(f"tcgen05.mma {what} at lane {first} with M = {self.M}")
-        row = np.arange(self.M)
-        return row if self.M == 128 else row // 16 * 32 + row % 16 + first
+        row = np.arange(64 if self.M == 64 else LANE_COUNT)
+        return row // 16 * 32 + row % 16 + first if self.M == 64 else row
+
+    def fold(self, rows):
+        """Rows of D as they lie in a block's lanes: with 64 of them, the second half of the columns below the first."""
+        return np.concatenate(np.split(rows, 2, axis=1)) if self.is_folded else rows
 
 
 def fragment(shape, registers):

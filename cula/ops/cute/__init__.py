@@ -6,6 +6,7 @@
 | `<family>.py`              | the host side: what the kernels serve, which of them a call takes, its launch              |
 | `<family>_schedule.py`     | how a call is spread over a GPU, from sizes alone                                          |
 | `<family>_abi.py`          | what crosses from host to kernel, described once by the classes of `abi.py`                |
+| `<family>_self_check.py`   | the calls that its kernels are tried with at their first use on a machine                  |
 | `launch.py`, `tensors.py`  | recorded launches; tensors in the form that kernels take                                   |
 | `archs.py`, `arch.py`      | the list of architectures, and what each states about itself in its `arch.py`              |
 | `common/`                  | device code that no architecture owns                                                      |

@@ -2,7 +2,8 @@
 """The calls that a decode kernel without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
 
 Each kernel takes every gate and dtype of tokens, so all of those are among its calls: rows with slots, padding and no slots at
-all, grouped heads, as many tokens as the kernel has and one fewer. Slots that no row names must stay as they are.
+all, grouped heads, as many tokens as the kernel has and one fewer. Slots that no row names must stay as they are. A kernel that
+goes token by token keeps the states of all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Kernel(NamedTuple):
 
     family: str
     tokens: int
+    keeps: bool  # states after each token
     pool: torch.dtype
     takes_scalar_gates: bool
     takes_channel_gates: bool
@@ -36,7 +38,9 @@ class Kernel(NamedTuple):
         _, tokens, pool, *rest = name.split("_")
         dtype = {short: dtype for dtype, short in decode.SHORT.items()}[pool]
         family, is_scalar = "lightning" if "lightning" in rest else "kda", "scalar" in rest
-        return cls(family, int(tokens), dtype, is_scalar or int(tokens) > 1, not is_scalar)
+        if tokens == "steps":  # for any number of them, with one gate a head in a kernel of its own
+            return cls(family, 3, True, dtype, is_scalar, not is_scalar)
+        return cls(family, int(tokens), False, dtype, is_scalar or int(tokens) > 1, not is_scalar)
 
 
 class Call(NamedTuple):
@@ -76,6 +80,8 @@ def make(call: Call, kernel: Kernel, device: torch.device, sm: tuple[int, int]) 
     tensors: dict[str, Tensor | None] = {name: t.bfloat16() for name, t in (("q", q), ("k", k), ("v", v))}
     tensors["state"] = normal(SLOTS, HV, D, D).to(kernel.pool)
     tensors["state_indices"] = None if call.slots is None else torch.tensor(call.slots, dtype=call.indices)
+    if kernel.keeps:
+        tensors["intermediate_states"] = torch.zeros(N, T, HV, D, D, dtype=kernel.pool)
     is_raw, has_gates = call.gate != "log", kernel.family != "lightning"
     if has_gates:
         is_scalar = kernel.takes_scalar_gates and (call.is_scalar or not kernel.takes_channel_gates)
@@ -110,8 +116,14 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
     for call in CALLS:
         p, x = make(call, kernel, device, sm)
         out = torch.full((p.N, p.T, p.HV, D), torch.nan, dtype=p.dtype, device=device)
-        own, right = x._replace(out=out, state=x.state.clone()), x._replace(state=x.state.clone())
-        decode.run(p, own, name)
+        own, right = (x._replace(**{key: getattr(x, key).clone() for key in written(kernel)}) for _ in range(2))
+        decode.run(p, own._replace(out=out), name)
         want = (lightning_decode if kernel.family == "lightning" else kda_decode)(p, right)
-        worst = max(worst, relative_difference(out, want), relative_difference(own.state, right.state))
+        pairs = [(out, want), *((getattr(own, key), getattr(right, key)) for key in written(kernel))]
+        worst = max(worst, *(relative_difference(*pair) for pair in pairs))
     return worst
+
+
+def written(kernel: Kernel) -> tuple[str, ...]:
+    """The tensors that a call changes, besides its output."""
+    return ("state", "intermediate_states") if kernel.keeps else ("state",)

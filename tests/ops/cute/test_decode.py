@@ -321,7 +321,9 @@ def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
 # The comparison at first use
 
 
-@pytest.mark.parametrize("name", BLACKWELL_DECODE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if i in (1, 2, 4) else [pytest.mark.slow]) for i, name in enumerate(BLACKWELL_DECODE)]
+)
 def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
     error = lambda: self_check.worst_error(name, torch.device("cpu"), BLACKWELL_SM)
     assert error() < 1e-3

@@ -156,9 +156,14 @@ def test_decode_compares_itself_too(gpu):
     assert made[1:] == [("decode_8_bf16", "sm_100a", 1)]
 
 
-@pytest.mark.parametrize("name", ["decode_1_bf16", "decode_1_bf16_scalar", "decode_8_f32", "decode_8_bf16_lightning"])
-def test_calls_of_a_decode_kernel_are_those_that_it_takes(name):
+@pytest.mark.parametrize(
+    "name",
+    ["decode_1_bf16", "decode_1_bf16_scalar", "decode_8_f32", "decode_8_bf16_lightning", "decode_steps_f32_scalar",
+     "decode_steps_bf16"],
+)  # fmt: skip
+def test_calls_of_a_decode_kernel_are_those_that_it_takes(name, monkeypatch):
     """But for its shape, which their small size does not ask for: they are told the kernel's name."""
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     kernel = decode_self_check.Kernel.of(name)
     problems = [decode_self_check.make(call, kernel, torch.device("cpu"), (10, 0))[0] for call in decode_self_check.CALLS]
     assert all(decode.why_not("decode", p) is None and p.pool_dtype == kernel.pool for p in problems)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sm_90a: a plain kernel, a TMA pipeline in and out, wgmma from shared memory and from registers, mma.sync with its copies,
-blocks of a cluster that exchange tiles."""
+blocks of a cluster that exchange tiles, or load them for each other."""
 
 from collections.abc import Iterator
 
@@ -347,6 +347,56 @@ def exchange_host(mX: cute.Tensor, mY: cute.Tensor, stream):
     exchange_kernel(load, gX, vY, layout).launch(grid=(mX.shape[0], 1, 1), block=(128, 1, 1), cluster=(2, 1, 1), stream=stream)
 
 
+@cute.kernel
+def share_kernel(load: cute.CopyAtom, gX: cute.Tensor, gY: cute.Tensor, layout: cute.ComposedLayout):
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    smem = SmemAllocator()
+    sX = allocate_tile(smem, layout)
+    bars = smem.allocate_array(cutlass.Int64, 2)
+    loaded, free = bars, bars + 1
+    if warp == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(loaded, 1)
+            cute.arch.mbarrier_init(free, 2)  # a block that loads waits until both have read
+    cute.arch.mbarrier_init_fence()
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+    sXp, gXp = cpasync.tma_partition(
+        load, rank, cute.make_layout(2), cute.group_modes(sX, 0, 2), cute.group_modes(gX[None, None, None, block // 2], 0, 2)
+    )
+    rounds = cute.size(gX, mode=[2])
+    for i in cutlass.range(rounds, unroll=1):
+        if warp == 0:
+            if i > 0:
+                cute.arch.mbarrier_wait(free, (i - 1) % 2)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(loaded, cute.size_in_bytes(BF16, layout))
+            cute.copy(load, gXp[None, i], sXp, tma_bar_ptr=loaded, mcast_mask=cutlass.Int16(3))
+        cute.arch.mbarrier_wait(loaded, i % 2)
+        for r in cutlass.range(64, unroll=8):  # a thread takes a column
+            gY[r, tid, i, block] = sX[r, tid].to(F32)
+        cute.arch.sync_threads()
+        if warp == 0:
+            with cute.arch.elect_one():
+                for to in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_arrive(free, peer_cta_rank_in_cluster=to, scope=nvvm.MemScopeKind.CLUSTER)
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def share_host(mX: cute.Tensor, mY: cute.Tensor, stream):
+    """y [2 B, rounds, 64, 128] = x [B, rounds, 64, 128] twice: each of two blocks of a cluster loads half of a tile for both."""
+    vX, vY = [reordered(t, 2, 3, 1, 0) for t in (mX, mY)]
+    layout = tile_layout(64, 128)
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+    load, gX = cpasync.make_tiled_tma_atom(op, vX, layout, (64, 128), num_multicast=2)
+    share_kernel(load, gX, vY, layout).launch(grid=(mY.shape[0], 1, 1), block=(128, 1, 1), cluster=(2, 1, 1), stream=stream)
+
+
 PRODUCTS = {  # form: shapes of a, b, c
     "nt": ((64, 128), (128, 128), (64, 128)),
     "nn": ((64, 128), (128, 128), (64, 128)),
@@ -373,5 +423,7 @@ def variants() -> Iterator[Variant]:
     rounds = size()
     args = (fake(BF16, B, rounds, 64, 128), fake(F32, B, rounds, 64, 128), make_fake_stream())
     yield Variant("exchange", exchange_host, args, uses=("tma_load",))
+    args = (fake(BF16, B, rounds, 64, 128), fake(F32, size(), rounds, 64, 128), make_fake_stream())
+    yield Variant("share", share_host, args, uses=("tma_load",))
     args = (tokens(), tokens(), tokens(), tokens(F32), make_fake_stream())
     yield Variant("chain", chain_host, args, uses=("wgmma", "tma_load"))

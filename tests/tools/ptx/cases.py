@@ -79,6 +79,13 @@ def exchange(run):
     return error(y, (x.float() + x.float()[[1, 0, 3, 2]]).double())
 
 
+def share(run):
+    """Two clusters whose blocks load halves for each other, five rounds."""
+    x, y = randn(2, 5, 64, 128), torch.full((4, 5, 64, 128), NAN)
+    run(x, y)
+    return error(y, x.double().repeat_interleave(2, 0))
+
+
 def umma(has_second):
     def case(run):
         q, k, v = (randn(2, 128, 128, scale=0.3) for _ in range(3))
@@ -88,6 +95,13 @@ def umma(has_second):
         return error(o, scores.bfloat16().double() @ v.double() if has_second else scores)
 
     return case
+
+
+def umma_pair(run):
+    """Two pairs: each has 256 rows of a, of which a block has 128, and 128 of b, of which it has 64."""
+    a, b, c = randn(4, 128, 128, scale=0.3), randn(4, 64, 128, scale=0.3), torch.full((4, 128, 128), NAN)
+    run(a, b, c)
+    return error(c.view(2, 256, 128), a.double().view(2, 256, 128) @ b.double().view(2, 128, 128).mT)
 
 
 # name: (modules, architecture, case, tolerance). A score that lies between two bf16 numbers may go either way.
@@ -101,8 +115,10 @@ CASES = {
     "warp_product_fp16": (HOPPER, "sm_90a", warp_product(torch.float16), 5e-4),
     "chain": (HOPPER, "sm_90a", chain, 2e-3),
     "exchange": (HOPPER, "sm_90a", exchange, 0.0),
+    "share": (HOPPER, "sm_90a", share, 0.0),
     "umma_product": (BLACKWELL, "sm_100a", umma(False), 1e-6),
     "umma_chain": (BLACKWELL, "sm_100a", umma(True), 2e-3),
+    "umma_pair": (BLACKWELL, "sm_100a", umma_pair, 1e-6),
 }
 
 
