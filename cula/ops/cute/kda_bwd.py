@@ -29,7 +29,7 @@ def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
     if not settings.use_hopper_backward():
-        return "has a backward that is not right in every case yet (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
+        return "has a backward whose present form has not run on hardware (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
     if p.gate == "softplus":
         return "has no backward for a softplus gate: pass lower_bound, or log decays"
     if p.has_scalar_gate:
