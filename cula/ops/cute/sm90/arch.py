@@ -15,7 +15,7 @@ HOPPER = Arch(
         "gdn": ("sm90.gdn",),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
+    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     has_run=True,
     kda=KdaTraits(
