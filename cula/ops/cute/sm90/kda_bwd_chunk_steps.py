@@ -385,7 +385,7 @@ def add_level(
     words: cutlass.Constexpr,
     grads: cutlass.Constexpr,
 ):
-    """Pairs of a level: adds to `grads` of the block.
+    """Pairs of a level: adds to dq, dk, <k, d(b k)> and w of the block, which are `grads`.
 
     `words` are the block's dP and dA, as they lie and turned round. Where a token is no row of the level, its row's sum is zero,
     and likewise for columns, so that one sum serves both.
@@ -468,12 +468,8 @@ def blocks_pass(
     for n in cutlass.range_constexpr(BLOCKS):
         k, q, d = load_normed(x, smem.k, 0, n), load_normed(x, smem.q, 1, n), decays_of(x, n)
         since, until, E = since_start(x, d), until_end(x, d), [d.whole(hi) for hi in range(2)]
-        (dq, dk, bk), db, w_n = (
-            [cute.make_rmem_tensor((4,), F32) for _ in range(3)],
-            cute.make_rmem_tensor((2,), F32),
-            flat(w, 4 * n, 4),
-        )
-        b = of_tokens(smem.beta, x.c, n)
+        dq, dk, bk = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]
+        b, db, w_n = of_tokens(smem.beta, x.c, n), cute.make_rmem_tensor((2,), F32), flat(w, 4 * n, 4)
         for e in cutlass.range_constexpr(4):
             bk[e] = b[e % 2] * k[e]
         k16, bk16, q16, since16, until16 = [halves(t) for t in (k, bk, q, since, until)]
