@@ -77,7 +77,7 @@ def test_those_of_many_that_are_simulated_fit():
 def test_two_blocks_of_the_backward_fit_an_sm():
     """Of the kernel inside of chunks, by 64 bytes: an SM has 228 KB, of which a block costs 1 KB more than it asks for."""
     constants = [int(n) for n in re.findall(r"constant\((\d+) : i64\)", compiled(SIMULATED[0], "sm_90a").host)]
-    (asked_for,) = [n for n in constants if 100_000 < n < 200_000]  # the intra-chunk kernel asks for less, the walks for more
+    (asked_for,) = [n for n in constants if 110_000 < n < 120_000]  # others ask for less, or more
     assert 2 * (-(-asked_for // 128) * 128 + 1024) <= 228 * 1024
 
 

@@ -51,7 +51,7 @@ OTHER_GATES = [
     (Case((90,), gate="softplus", shift=0.0, g=torch.float32), 1.0),
     (Case((90,), gate="log", decays="to -50"), 1.0),
     (Case((90,), gate="log", decays="resets", g=torch.float32, has_raw_beta=False), 1.0),
-    (Case((130,), is_packed=False, gate="softplus", shift=1.0, has_scalar_gate=True), 1.0),
+    (Case((130,), is_packed=False, gate="softplus", shift=-4.0, has_scalar_gate=True), 1.0),
     (Case((100,), gate="log", shift=-1.0, has_scalar_gate=True), 1.0),
     (Case((130,), gate="softplus", shift=-6.0, has_scalar_gate=True, has_raw_beta=False, beta=torch.bfloat16, HV=2), 1.0),
     (Case((90,), gate="softplus", shift=-2.0, has_scalar_gate=True, g=torch.float32), 1.0),
