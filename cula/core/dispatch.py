@@ -41,6 +41,7 @@ class Backend:
     requires: tuple[str, ...] = ()  # importable modules that must be installed
     install: str = ""  # how to get them
     options: frozenset[str] = frozenset()  # backend-specific keywords it takes
+    keeps: bool = True  # its forwards may keep more for its own backwards than their inputs
     how: Callable[[str, AnyProblem], str | None] | None = None  # what it would do with a call that it takes, as a phrase
     # Last word before a kernel runs, for kernels that check themselves at their first use on a machine. Not asked by `explain`
     # but for what is known already: (op, problem, may_run) -> reason.
@@ -132,7 +133,7 @@ class Choice:
     @property
     def shares_saved(self) -> bool:
         """What a forward saves beyond its inputs is for the backward of the same backend."""
-        return self.backward is not None and self.backward.name == self.name
+        return self.backward is not None and self.backward.name == self.name and self.backend.keeps
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend.name} ({self.backend.summary})"]

@@ -19,7 +19,8 @@ ProblemT = TypeVar("ProblemT")
 
 
 def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool) -> tuple[tuple[int, ...] | None, ...]:
-    """Labels for the tensors of a call, in order: the family's inputs, and those of a `core.pool.Serving`."""
+    """Labels for the tensors of a call, in order: the family's inputs, and those of a `core.pool.Serving` or, for a backward, the
+    gradients do and dht."""
     of_tokens = (0, FIRST) if is_packed else (FIRST, SECOND)
     of_sequences = SECOND if is_packed else FIRST
 
@@ -28,7 +29,7 @@ def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packe
             return None
         if name in token_inputs or name == "out":
             return (*of_tokens, *(0,) * (t.dim() - 2))
-        if name == "initial_state":
+        if name in ("initial_state", "dht"):
             return (of_sequences, 0, 0, 0)
         if name in ("initial_state_indices", "has_initial_state", "checkpoint_offsets"):
             return (of_sequences,)

@@ -107,6 +107,7 @@ def backend_of(arch: Arch) -> Backend:
         device="cuda",
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",
+        keeps=False,
         how=how,
         self_check=functools.partial(self_check, arch),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. Forward only: the gradient is another backend's.
+"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. The backward is KDA's.
 
 Hopper has a kernel of its own: `sm90/gdn.py` says what it computes, `gdn_abi.py` what it is given, and `gdn_schedule.py`
 how a call is spread over a GPU. Elsewhere, and where states inside of sequences are kept, KDA's kernels serve, with one gate a
@@ -35,6 +35,7 @@ from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
     "checkpoints_why_not",
+    "gdn_bwd",
     "gdn_decode",
     "gdn_fwd",
     "gdn_fwd_checkpoints",
@@ -42,6 +43,7 @@ __all__ = [
     "how",
     "kernels",
     "pool_why_not",
+    "record_gdn_bwd",
     "record_gdn_decode",
     "record_gdn_fwd",
     "record_gdn_fwd_checkpoints",
@@ -60,6 +62,7 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 _kda_fwd, _record_kda_fwd = by_kda(kda.kda_fwd), by_kda(kda.record_kda_fwd)
 _kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.record_kda_fwd_pool)
+gdn_bwd, record_gdn_bwd = by_kda(kda.kda_bwd), by_kda(kda.record_kda_bwd)
 gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
 
 

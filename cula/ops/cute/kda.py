@@ -30,9 +30,9 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
-from cula.ops.cute.kda_abi import K, Kept, V
-from cula.ops.cute.kda_bwd import kda_bwd
-from cula.ops.cute.kda_schedule import Schedule, how, schedule_on
+from cula.ops.cute.kda_abi import K, Kept, V, beta_top
+from cula.ops.cute.kda_bwd import kda_bwd, record_kda_bwd
+from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, how, schedule_on, variant
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
 from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_sources, state_tensors
@@ -50,6 +50,7 @@ __all__ = [
     "kda_fwd_pool",
     "kernels",
     "pool_why_not",
+    "record_kda_bwd",
     "record_kda_decode",
     "record_kda_fwd",
     "record_kda_fwd_checkpoints",
@@ -59,8 +60,6 @@ __all__ = [
     "why_not",
 ]
 
-SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 
 
@@ -74,13 +73,11 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in SHORT:
             return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
-    if p.B * p.T // CHUNK + p.N >= MOST_CHUNKS:
-        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
-    if (p.B * p.T + CHUNK * p.N) * p.HV >= MOST_ROWS:
-        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
+    if reason := are_too_many(p):
+        return reason
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
-    return backward.why_not(p) if op == "kda_bwd" else None
+    return backward.why_not(p) if op.endswith("_bwd") else None
 
 
 def checkpoints_why_not(problem: KdaProblem) -> str | None:
@@ -90,20 +87,11 @@ def checkpoints_why_not(problem: KdaProblem) -> str | None:
     return None
 
 
-def variant(problem: KdaProblem) -> str:
-    """The name of the split kernels. fp16 operands where keys and queries are normalised, and so within their range."""
-    dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
-    gate = "gate" if problem.gate == "bounded" else problem.gate
-    if gate == "log" and problem.options.safe_gate and not problem.has_scalar_gate and problem.g_dtype is torch.bfloat16:
-        gate = "safe"
-    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
-
-
 def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, KdaProblem):
         return (decode.variant(problem),)
-    return (backward.variant(problem) if op == "kda_bwd" else _name(problem, make_schedule(problem, num_sms)),)
+    return (backward.name_of(problem) if op.endswith("_bwd") else _name(problem, make_schedule(problem, num_sms)),)
 
 
 def _name(problem: KdaProblem, schedule: Schedule) -> str:
@@ -280,7 +268,7 @@ def _resize(
     def resize(first: int, second: int) -> Resized | None:
         B, T, N = (1, first, second) if is_packed else (first, second, first)
         tokens = B * T
-        if not (tokens and N) or tokens // CHUNK + N >= MOST_CHUNKS or (tokens + CHUNK * N) * HV >= MOST_ROWS:
+        if not (tokens and N) or are_too_many(resized(p, B, T, N)):
             return None
         found = scheduled(B, T, N)
         if found is None:
@@ -317,9 +305,6 @@ def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
 
 def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float]:
     """The other arguments that are not addresses, by name."""
-    beta_top = 0.0
-    if p.options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
     (q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head) = [
         t.stride()[1:3]
         for t in (x.q, x.k, x.v, x.g, o)  # of one gate a head too
@@ -340,7 +325,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict
         "HV": p.HV,
         "scale": p.scale,
         "lower": p.options.lower_bound or 0.0,
-        "beta_top": beta_top,
+        "beta_top": beta_top(p.options),
         "beta_bits": 8 * x.beta.element_size(),
     }
     return numbers | _sizes(p, schedule)

@@ -1,57 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KDA backward on the CuTe kernels: what they serve, and their launch.
+"""The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it.
 
-`sm90/kda_bwd.py` launches three kernels, and `kda_bwd_abi.py` describes what they are given. The forward keeps nothing for them
-but its inputs.
+`sm90/kda_bwd.py` launches three kernels and a short one, and `kda_bwd_abi.py` describes what they are given. The forward keeps
+nothing for them but its inputs.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cula import settings
 from cula.core.constants import CHUNK
+from cula.core.replay.record import LaunchRecord, Resized, Sizes
+from cula.core.replay.sizes import prefill_labels, resized
+from cula.core.replay.torch_internals import Form
+from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
+from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
-from cula.ops.cute.kda_abi import K, V
+from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
 from cula.ops.cute.kda_bwd_abi import BACKWARD, workspace_bytes
+from cula.ops.cute.kda_schedule import are_too_many, variant
+from cula.ops.cute.launch import Source, record
 from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
 
-SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+TOKENS = ("q", "k", "v", "g", "beta", "do")
 
 
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
     if not settings.use_hopper_backward():
-        return "has a backward that is not right in every case yet (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
-    if p.gate == "softplus":
-        return "has no backward for a softplus gate: pass lower_bound, or log decays"
-    if p.has_scalar_gate:
-        return "has no backward for one gate a head"
+        return "has a backward whose present form has not run on hardware (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
     if not p.options.use_qk_l2norm_in_kernel:
         return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
-    if not p.options.use_beta_sigmoid_in_kernel:
-        return "has a backward for raw beta: use_beta_sigmoid_in_kernel=True"
     return None
-
-
-def variant(problem: KdaProblem) -> str:
-    """The name of the kernels."""
-    p = problem
-    log = "safe" if p.options.safe_gate and p.g_dtype is torch.bfloat16 else "log"
-    return f"bwd_kda_f16_{'gate' if p.gate == 'bounded' else log}_{SHORT[p.g_dtype]}"
-
-
-def num_chunks(problem: KdaProblem) -> int:
-    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
-    p = problem
-    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
@@ -67,16 +56,8 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
     )
     do = as_tokens(do)
     dht = None if dht is None else as_states(dht.float().contiguous())
-    chunks, is_shared = num_chunks(p), p.H != p.HV
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    of_keys = (p.B, p.T, p.HV if is_shared else p.H, K)
-    dq, dk = (new(*of_keys, dtype=torch.float32 if is_shared else p.dtype) for _ in range(2))
-    dv, dg = new(p.B, p.T, p.HV, V, dtype=p.dtype), new(p.B, p.T, p.HV, K, dtype=p.g_dtype)
-    dbeta, dA_log, ddt_bias = new(p.B, p.T, p.HV, dtype=p.beta_dtype), new(p.HV), new(p.HV, K)
-    dh0 = None if x.initial_state is None else new(p.N, p.HV, V, K)
+    made = [None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in _forms(p, _there(x))]
+    grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
     no_A, no_bias = _no_gate(device, p.HV)
     tensors: dict[str, Tensor | None] = {
         **{name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")},
@@ -86,48 +67,143 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
         "h0": x.initial_state,
         "dht": dht,
         "cu": x.cu_seqlens,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dg": dg,
-        "dbeta": dbeta,
-        "dA_log": dA_log,
-        "ddt_bias": ddt_bias,
-        "dh0": dh0,
-        "workspace": new(workspace_bytes(chunks * p.HV), dtype=torch.uint8),
+        **{_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)},
+        "workspace": torch.empty(_workspace_bytes(p), dtype=torch.uint8, device=device),
     }
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, chunks))
-    load(variant(p), target_of(p.sm))(*addresses, *numbers, stream_of(device))
-    del tensors
-    if is_shared:
-        dq, dk = (t.view(p.B, p.T, p.H, -1, K).sum(-2).to(p.dtype) for t in (dq, dk))
-    return KdaGrads(
-        dq, dk, dv, dg, dbeta, None if x.A_log is None else dA_log, None if x.dt_bias is None else ddt_bias, dh0
-    )  # fmt: skip
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht))
+    _kernel(p)(*addresses, *numbers, stream_of(device))
+    return grads
 
 
-def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, chunks: int) -> dict[str, Any]:
+class GivenGrads(NamedTuple):
+    """What a backward takes besides the inputs."""
+
+    do: Tensor
+    dht: Tensor | None
+
+
+def record_kda_bwd(
+    problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None
+) -> LaunchRecord | None:
+    """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
+    takes those of x, do and dht, and makes the gradients."""
+    p, device, given = problem, x.q.device, GivenGrads(do, dht)
+    is_copied = dht is not None and not (dht.dtype is torch.float32 and dht.is_contiguous())
+    if saved or is_copied or any(as_tokens(t) is not t for t in (*x[:5], do)):
+        return None
+    no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
+    of = {name: i for i, name in enumerate((*x._fields, *given._fields))}
+    sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "dht")}
+    sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
+    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"]}
+    sources |= {_MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
+    sources["workspace"] = ~len(KdaGrads._fields)
+    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht), tuple(_sizes(p)))
+    labels = prefill_labels(x, given, TOKENS, p.is_packed)
+    work = workspace(device.index, _workspace_bytes(p))
+    there = _there(x)
+    return LaunchRecord(device.index, (launch,), _forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device.index)))
+
+
+def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: int | None) -> Callable[[int, int], Resized | None]:
+    """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
+    is_packed = p.is_packed
+
+    def resize(first: int, second: int) -> Resized | None:
+        B, T, N = (1, first, second) if is_packed else (first, second, first)
+        other = resized(p, B, T, N)
+        if not (B * T and N) or are_too_many(other):
+            return None
+        return Resized(tuple(_sizes(other).values()), _forms(other, there), workspace(device, _workspace_bytes(other)))
+
+    return resize
+
+
+_MADE = {"d_initial_state": "dh0"}  # gradients whose addresses have other names
+
+
+def _there(x: KdaInputs) -> tuple[bool, bool, bool]:
+    """Whether a call has A_log, dt_bias and first states."""
+    return x.A_log is not None, x.dt_bias is not None, x.initial_state is not None
+
+
+def _forms(p: KdaProblem, there: tuple[bool, bool, bool]) -> tuple[Form | None, ...]:
+    """Those of the gradients, in order."""
+    has_A, has_bias, has_h0 = there
+    of_tokens, of_gate = (p.B, p.T), () if p.has_scalar_gate else (K,)
+    return (
+        _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
+        _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
+        _contiguous(*of_tokens, p.HV, V, dtype=p.dtype),
+        _contiguous(*of_tokens, p.HV, *of_gate, dtype=p.g_dtype),
+        _contiguous(*of_tokens, p.HV, dtype=p.beta_dtype),
+        _contiguous(p.HV) if has_A else None,
+        _contiguous(p.HV, *of_gate) if has_bias else None,
+        _contiguous(p.N, p.HV, V, K) if has_h0 else None,
+    )
+
+
+def _contiguous(*shape: int, dtype: torch.dtype = torch.float32) -> Form:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(size * strides[-1])
+    return shape, tuple(strides[::-1]), dtype
+
+
+def name_of(problem: KdaProblem) -> str:
+    """Of the kernels that a call launches."""
+    return f"bwd_{variant(problem)}"
+
+
+def _kernel(p: KdaProblem) -> Any:
+    return load(name_of(p), target_of(p.sm))
+
+
+def _abi(p: KdaProblem) -> Abi:
+    return of_gates(BACKWARD, p.has_scalar_gate, p.g_dtype.itemsize)
+
+
+def _num_chunks(p: KdaProblem) -> int:
+    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
+    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
+
+
+def _workspace_bytes(p: KdaProblem) -> int:
+    return workspace_bytes(_num_chunks(p) * p.HV, p.B * p.T * p.HV if p.H != p.HV else 0)
+
+
+def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None) -> dict[str, int | float]:
     """The arguments that are not addresses, by name."""
-    strides = {}
+    numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
-        strides[f"{name}_token"], strides[f"{name}_head"] = t.stride()[1:3]
-    return strides | {
+        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    has_A, has_bias, has_h0 = _there(x)
+    numbers |= {
         "beta_token": x.beta.stride(1),
-        "T": p.B * p.T,
-        "N": p.N,
         "H": p.H,
         "HV": p.HV,
         "scale": p.scale,
         "lower": p.options.lower_bound or 0.0,
-        "beta_top": 2.0 if p.options.allow_neg_eigval else 1.0,
+        "beta_top": beta_top(p.options),
         "beta_bits": 8 * x.beta.element_size(),
-        "has_h0": int(x.initial_state is not None),
+        "has_h0": int(has_h0),
         "has_dht": int(dht is not None),
-        "has_dh0": int(x.initial_state is not None),
+        "has_dh0": int(has_h0),
+        "has_A": int(has_A),
+        "has_bias": int(has_bias),
+    }
+    return numbers | _sizes(p)
+
+
+def _sizes(p: KdaProblem) -> dict[str, int]:
+    """The arguments that follow from the numbers of tokens and sequences, by name."""
+    return {
+        "T": p.B * p.T,
+        "N": p.N,
         "length": 0 if p.is_packed else p.T,
         "halvings": (p.N - 1).bit_length(),
-        "chunks": chunks,
+        "chunks": _num_chunks(p),
     }
 
 

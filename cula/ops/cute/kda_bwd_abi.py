@@ -7,15 +7,16 @@ Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; t
 |----------------|------------------------------------------------------------------------------------------------------------|
 | do             | [T, HV, 128], bf16: the gradient of the outputs                                                            |
 | dht, dh0       | [N, HV, 128 (V), 128 (K)], float32: gradients of the last and the first states; there if `has_dht`, `has_dh0` |
-| dq, dk         | [T, H, 128], bf16; where value heads share keys, [T, HV, 128] in float32, a share for each value head      |
+| dq, dk         | [T, H, 128], bf16                                                                                          |
 | dv, dg, dbeta  | as v, g and beta, contiguous                                                                               |
-| dA_log, ddt_bias | [HV], and [HV, 128], float32; written where gates are activated in the kernel                            |
+| dA_log, ddt_bias | as A_log and dt_bias, float32; there if `has_A`, `has_bias`                                               |
 """
 
 from __future__ import annotations
 
+from cula.core.constants import CHUNK
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
-from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC, K
 
 _GIVEN = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
@@ -25,7 +26,7 @@ _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),
     *f32("scale", "lower", "beta_top"),
-    *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "length", "halvings", "chunks"),
+    *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "has_A", "has_bias", "length", "halvings", "chunks"),
 )
 
 BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
@@ -35,6 +36,9 @@ BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
 FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
 FACTORS = 2  # floats of a record
 SHARES = 2 * 128  # floats of a record: what the chunk adds to the gradients of dt_bias and, by channels, of A_log
+# Sums over all channels, of which each of eight warps has a part; [PARTS, 64 tokens] of a record: <k, gradient of b k>, <dX, v>,
+# which make the gradient of an activated beta, and the gradient of a log decay, where there is one a head.
+OF_STRENGTHS, OF_V, OF_GATES, PARTS = 0, 8, 9, 17
 
 WORKSPACE = Workspace(
     (
@@ -49,9 +53,12 @@ WORKSPACE = Workspace(
         Section("dX", "records", TILE_BYTES),  # negated
         Section("factors", "records", 4 * FACTORS),
         Section("shares", "records", 4 * SHARES),
+        Section("parts", "records", 4 * PARTS * CHUNK),
+        Section("dq", "shared", 4 * K),  # where value heads share keys, a share for each: tokens times value heads
+        Section("dk", "shared", 4 * K),
     )
 )
 
 
-def workspace_bytes(records: int) -> int:
-    return WORKSPACE.offsets(records=records, one=1)["end"]
+def workspace_bytes(records: int, shared: int) -> int:
+    return WORKSPACE.offsets(records=records, one=1, shared=shared)["end"]

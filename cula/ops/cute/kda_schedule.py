@@ -29,6 +29,28 @@ FULL = 0.85  # of the clusters in all waves together: from here on the fused ker
 NEARLY_FULL, FEW_TOKENS = 0.7, 32 * CHUNK  # from here on, and up to so many tokens, it is as fast, and faster with slow gates
 MANY_WAVES = 8  # in which lengths that nobody knows average out
 BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
+SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
+
+
+def are_too_many(problem: KdaProblem) -> str | None:
+    """Why a call has more tokens than the kernels can count, as a sentence; None if it has not."""
+    p = problem
+    if p.B * p.T // CHUNK + p.N >= MOST_CHUNKS:
+        return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
+    if (p.B * p.T + CHUNK * p.N) * p.HV >= MOST_ROWS:
+        return "indexes its workspace with 32 bits: fewer than 2^25 tokens times value heads a call"
+    return None
+
+
+def variant(problem: KdaProblem) -> str:
+    """The name of the split kernels; other kernels have it in theirs. fp16 operands where keys and queries are normalised, and so
+    within their range."""
+    dtype = "f16" if problem.options.use_qk_l2norm_in_kernel else "bf16"
+    gate = "gate" if problem.gate == "bounded" else problem.gate
+    if gate == "log" and problem.options.safe_gate and not problem.has_scalar_gate and problem.g_dtype is torch.bfloat16:
+        gate = "safe"
+    return f"kda_{dtype}_{gate}_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}"
 
 
 class Schedule(NamedTuple):

@@ -23,12 +23,17 @@ BLACKWELL_STACK = {"kda_bf16": 64}  # since their recurrence takes slots of pool
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
 PARTS = 4  # of the package's own kernels, for workers to share
+MANY = ("cula.ops.cute.sm90.kda_bwd",)  # modules with so many variants that most are for those who have time
+# Those of them that other tests simulate.
+SIMULATED = tuple(f"bwd_kda_f16_{kind}" for kind in ("gate_bf16", "softplus_bf16", "log_f32", "log_f32_scalar"))
 # One code serves both Blackwells, as another test shows: compiling it for the second one is for those who have time.
 CASES = [
-    pytest.param(arch, modules, (i, PARTS), id=f"{arch}-{i}", marks=[pytest.mark.slow] if arch != "sm_90a" else [])
+    pytest.param(arch, others, (i, PARTS), id=f"{arch}-{i}", marks=[pytest.mark.slow] if arch != "sm_90a" else [])
     for arch, modules in MODULES.items()
+    if (others := tuple(m for m in modules if m not in MANY))
     for i in range(PARTS)
 ]
+CASES += [pytest.param("sm_90a", MANY, (i, PARTS), id=f"sm_90a-many-{i}", marks=pytest.mark.slow) for i in range(PARTS)]
 CASES += [pytest.param(arch, modules, (0, 1), id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
 
 needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -60,6 +65,20 @@ def complaints(facts: build.Facts) -> list[str]:
 def test_kernels_compile_and_fit(arch, modules, part):
     wrong = {facts.name: found for facts in compile_all(arch, modules, part) if (found := complaints(facts))}
     assert not wrong
+
+
+@needs_dsl
+def test_those_of_many_that_are_simulated_fit():
+    wrong = {facts.name: found for facts in compile_all("sm_90a", names=SIMULATED) if (found := complaints(facts))}
+    assert not wrong
+
+
+@needs_dsl
+def test_two_blocks_of_the_backward_fit_an_sm():
+    """Of the kernel inside of chunks, by 64 bytes: an SM has 228 KB, of which a block costs 1 KB more than it asks for."""
+    constants = [int(n) for n in re.findall(r"constant\((\d+) : i64\)", compiled(SIMULATED[0], "sm_90a").host)]
+    (asked_for,) = [n for n in constants if 110_000 < n < 120_000]  # others ask for less, or more
+    assert 2 * (-(-asked_for // 128) * 128 + 1024) <= 228 * 1024
 
 
 @needs_dsl

@@ -54,6 +54,7 @@ class Case:
     are_keys_alike: bool = False
     g: torch.dtype = torch.bfloat16
     beta: torch.dtype = torch.float32
+    has_raw_beta: bool = True  # otherwise it comes as b, and every fifth is 0
     has_state: bool = True
     size: float = 1.0  # of v and the states
 
@@ -177,6 +178,8 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
         beta += 6.0
         for t in range(1, T):
             k[:, t] = 0.9 * k[:, t - 1] + 0.3 * k[:, t]
+    if not case.has_raw_beta:
+        beta = torch.where(torch.arange(T)[:, None] % 5 == 3, 0.0, beta.sigmoid())
     if not case.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     A_log = dt_bias = None
@@ -202,7 +205,7 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
         lower_bound=-5.0 if case.gate == "bounded" else None,
         use_gate_in_kernel=case.gate != "log",
         use_qk_l2norm_in_kernel=case.is_normalised,
-        use_beta_sigmoid_in_kernel=True,
+        use_beta_sigmoid_in_kernel=case.has_raw_beta,
         safe_gate=case.is_safe,
         output_final_state=True,
     )

@@ -12,13 +12,18 @@ import pytest
 import torch
 
 from cula import reference
-from cula.core.dispatch import choose
+from cula.core.dispatch import choose, choose_prefill
+from cula.core.replay import record
+from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute import kda_bwd
+from cula.ops.cute.kda_bwd_abi import BACKWARD
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
+from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, without, without_wait
 
@@ -34,6 +39,25 @@ CASES = [
     PACKED,
     ALIKE,
     (Case((90,), gate="log", decays="alternating", g=torch.float32, has_state=False), 1.0),
+    (Case((1, 15, 16, 17), shift=-4.0), 1.0),
+    (Case((100,), shift=-8.0, size=1e6), 1e-7),
+    (Case((100,), shift=-8.0, size=1e-7), 1e6),
+    (Case((90,), shift=-4.0, has_raw_beta=False, beta=torch.bfloat16), 1.0),
+    (Case((70, 5), gate="softplus", shift=1.0, HV=2), 1e-3),
+    (Case((70, 40), gate="log", shift=-2.0, has_scalar_gate=True, HV=2, g=torch.float32, has_raw_beta=False), 1.0),
+]
+OTHER_GATES = [
+    (Case((130,), gate="softplus", shift=-14.0, are_keys_alike=True), 1.0),
+    (Case((90,), gate="softplus", shift=0.0, g=torch.float32), 1.0),
+    (Case((90,), gate="log", decays="to -50"), 1.0),
+    (Case((90,), gate="log", decays="resets", g=torch.float32, has_raw_beta=False), 1.0),
+    (Case((130,), is_packed=False, gate="softplus", shift=-4.0, has_scalar_gate=True), 1.0),
+    (Case((100,), gate="log", shift=-1.0, has_scalar_gate=True), 1.0),
+    (Case((130,), gate="softplus", shift=-6.0, has_scalar_gate=True, has_raw_beta=False, beta=torch.bfloat16, HV=2), 1.0),
+    (Case((90,), gate="softplus", shift=-2.0, has_scalar_gate=True, g=torch.float32), 1.0),
+    (Case((100,), shift=-6.0, has_scalar_gate=True, are_keys_alike=True), 1.0),
+    (Case((100,), shift=-2.0, has_scalar_gate=True, g=torch.float32), 1.0),
+    (Case((130,), shift=-8.0, are_keys_alike=True, has_raw_beta=False, HV=2), 1.0),
 ]
 MORE = [
     (Case((300,), is_packed=False, H=2, HV=2), 1.0),
@@ -53,33 +77,48 @@ def gradients_of_outputs(p: KdaProblem, size: float, device: str) -> tuple[torch
     return do.bfloat16().to(device), (0.3 * size * torch.randn(p.N, p.HV, p.V, p.K, generator=random)).to(device)
 
 
-def wanted(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor) -> KdaGrads:
-    """By autograd through the definition, in float64."""
+def wanted(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor | None) -> KdaGrads:
+    """By autograd through the definition, in float64; that of A_log as if each channel had its own, [HV, channels]."""
     leaves = x._replace(
         **{n: None if t is None else t.double().requires_grad_() for n, t in zip(x._fields[:-1], x[:-1])}
     )  # fmt: skip
+    decays, A_log = leaves.g, None
+    if p.options.use_gate_in_kernel:
+        if x.A_log is not None:
+            A_log = leaves.A_log.detach()[:, None].repeat(1, x.g[0, 0].numel() // p.HV).requires_grad_()
+        of_channels = [None if t is None else t.flatten() for t in (A_log, leaves.dt_bias)]
+        decays = reference.kda_gate(leaves.g.flatten(2), *of_channels, p.options.lower_bound).view_as(leaves.g)
     o, ht = reference.kda(
-        *leaves[:5],
+        *leaves[:3],
+        decays,
+        leaves.beta,
         initial_state=leaves.initial_state,
         cu_seqlens=x.cu_seqlens,
-        A_log=leaves.A_log,
-        dt_bias=leaves.dt_bias,
-        lower_bound=p.options.lower_bound,
-        use_gate_in_kernel=p.options.use_gate_in_kernel,
         use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
+        use_beta_sigmoid_in_kernel=p.options.use_beta_sigmoid_in_kernel,
     )
-    torch.autograd.backward((o, ht), (do.double(), dht.double()))
-    return KdaGrads(*(None if t is None else t.grad for t in leaves[:-1]))
+    torch.autograd.backward((o, ht), (do.double(), torch.zeros_like(ht) if dht is None else dht.double()))
+    return KdaGrads(*(None if t is None else t.grad for t in leaves._replace(A_log=A_log)[:-1]))
+
+
+def error_of(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative; of dA_log to what each channel adds to it. It is one number a head, a sum over channels and tokens:
+    where their signs make it cancel, as in some of the cases, no rounding is small beside what is left."""
+    if name == "dA_log":
+        return float((got.double() - want.sum(-1)).norm() / want.norm())
+    return relative_error(got, want)
 
 
 def is_right(case: Case, size: float, device: str = "cpu") -> bool:
     p, x = make(case, device)
-    do, dht = gradients_of_outputs(p, size, device)
+    return are_right(p, x, *gradients_of_outputs(p, size, device))
+
+
+def are_right(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor | None) -> bool:
     got, want = kda_bwd.kda_bwd(p, x, (), do, dht), wanted(p, x, do, dht)
     assert [t is None for t in got] == [t is None for t in x[:-1]]
-    errors = {name: relative_error(a, b) for name, a, b in zip(KdaGrads._fields, got, want) if a is not None}
-    print(case, errors)
+    errors = {name: error_of(name, a, b) for name, a, b in zip(KdaGrads._fields, got, want) if a is not None}
+    print(errors)
     return all(e < TOLERANCE[name] for name, e in errors.items() if (want._asdict()[name] != 0).any())
 
 
@@ -100,6 +139,17 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(("case", "size"), CASES, ids=str)
 def test_interpreted(interpreted, case, size):
+    assert is_right(case, size)
+
+
+def test_what_a_call_does_not_have(interpreted):
+    p, x = make(Case((70,), has_state=False), "cpu")
+    assert are_right(p, x._replace(A_log=None, dt_bias=None), gradients_of_outputs(p, 1.0, "cpu")[0], None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "size"), OTHER_GATES, ids=str)
+def test_interpreted_with_other_gates(interpreted, case, size):
     assert is_right(case, size)
 
 
@@ -142,9 +192,10 @@ TRAINING = dataclasses.replace(
     [
         ({}, None),
         ({"HV": 2 * HOPPER.HV}, None),
-        ({"has_scalar_gate": True}, "one gate a head"),
+        ({"has_scalar_gate": True}, None),
+        ({"options": TRAINING.options._replace(lower_bound=None)}, None),
+        ({"options": TRAINING.options._replace(use_beta_sigmoid_in_kernel=False)}, None),
         ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False)}, "use_qk_l2norm_in_kernel=True"),
-        ({"options": TRAINING.options._replace(use_beta_sigmoid_in_kernel=False)}, "use_beta_sigmoid_in_kernel=True"),
         ({"dtype": torch.float16}, "takes bfloat16"),
         ({"K": 64}, "takes K = V = 128"),
     ],
@@ -162,7 +213,7 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 
 
 def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
-    """Until all of the cases below are right on hardware."""
+    """Until all of the cases below have been right on hardware."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
     monkeypatch.delenv("CULA_HOPPER_BWD", raising=False)
     choice = choose("kda_bwd", TRAINING)
@@ -170,13 +221,95 @@ def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
     assert "CULA_HOPPER_BWD=1 uses it" in dict(choice.passed_over)["cute_sm90"]
 
 
+@pytest.mark.parametrize("is_gdn", [False, True])
+def test_nothing_is_kept_for_it(monkeypatch, is_gdn):
+    """So that a training step's forward is recorded as any other is."""
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    of_gdn = {name: value for name, value in vars(TRAINING).items() if name not in ("has_scalar_gate", "options")}
+    options = GdnOptions(use_qk_l2norm_in_kernel=True)
+    choice = choose_prefill(GdnProblem(**of_gdn, options=options) if is_gdn else TRAINING)
+    assert choice.name == choice.backward.name == "cute_sm90"
+    assert not choice.shares_saved
+
+
+# Recorded calls
+
+
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
+    """The arguments of every launch, by name, instead of launches."""
+    calls = []
+    kernel, names = stand_in(request.param), [a.name for a in BACKWARD.args]
+    monkeypatch.setattr(
+        kda_bwd, "load", lambda name, arch: kernel(lambda *given: calls.append((name, dict(zip(names, given[:-1])))))
+    )  # fmt: skip
+    monkeypatch.setattr(kda_bwd, "stream_of", lambda device: 0)
+    replay_on_cpu(monkeypatch)
+    return calls
+
+
+FRESH = {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0", "workspace"}  # allocated by each call
+
+
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        (Case((70, 5, 130), HV=2), [Case((30,) * 7, HV=2), Case((300, 0, 1, 40), HV=2)]),
+        (Case((70, 40), gate="softplus", has_scalar_gate=True), [Case((500,), gate="softplus", has_scalar_gate=True)]),
+        (Case((200, 200), is_packed=False, gate="log", has_state=False, g=torch.float32, has_raw_beta=False),
+         [Case((165,) * 3, is_packed=False, gate="log", has_state=False, g=torch.float32, has_raw_beta=False)]),
+    ],
+    ids=["value heads share keys", "one gate a head", "log decays"],
+)  # fmt: skip
+@pytest.mark.parametrize("has_dht", [False, True])
+def test_a_record_launches_what_a_call_launches(launched, case, others, has_dht):
+    """For calls of its own lengths, and of others."""
+    repeat = None
+    for other in (case, *others):
+        p, x = make(other, "cpu")
+        do, dht = gradients_of_outputs(p, 1.0, "cpu")
+        dht = dht if has_dht else None
+        launched.clear()
+        want = kda_bwd.kda_bwd(p, x, (), do, dht)
+        repeat = repeat or record.replayer((*x, do, dht), kda_bwd.record_kda_bwd(p, x, (), do, dht))
+        got = repeat((*x, do, dht))
+        for a, b in zip(got, want):
+            assert (a is None) == (b is None)
+            assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        (name, arguments), (same_name, same) = launched
+        assert name == same_name
+        assert {n: v for n, v in arguments.items() if n not in FRESH} == {n: v for n, v in same.items() if n not in FRESH}
+        made = dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"), got))
+        assert all(same[n] == (0 if t is None else t.data_ptr()) for n, t in made.items())
+
+
+def test_a_call_is_recorded_for_tensors_that_need_no_copy(launched):
+    p, x = make(Case((100, 100), is_packed=False), "cpu")
+    do, dht = gradients_of_outputs(p, 1.0, "cpu")
+    repeat = kda_bwd.record_kda_bwd(p, x, (), do, dht)
+    assert replay(repeat, (*x, do, dht)) is not None
+    odd = torch.empty(do.numel() + 1, dtype=do.dtype)[1:].view(do.shape)
+    assert replay(repeat, (*x, odd, dht)) is None
+    assert kda_bwd.record_kda_bwd(p, x, (), do[:, :, :, :1].expand_as(do), dht) is None
+    assert kda_bwd.record_kda_bwd(p, x, (), do, dht.transpose(2, 3)) is None
+    assert kda_bwd.record_kda_bwd(p, x, (), do, dht.double()) is None
+
+
 # On a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "size"), [*CASES, *MORE], ids=str)
+@pytest.mark.parametrize(("case", "size"), [*CASES, *OTHER_GATES, *MORE], ids=str)
 def test_on_a_gpu(kernels, case, size):  # noqa: F811
     assert is_right(case, size, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["kda", "kda, softplus", "kda, packed", "kda, segments"])
+def test_training_steps_by_record(kernels, monkeypatch, name):  # noqa: F811
+    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    test_training.test_steps_by_record_are_steps(name, "cute_sm90", monkeypatch)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ HOPPER = Arch(
         "gdn": ("sm90.gdn",),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
+    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
     has_run=True,

@@ -6,7 +6,7 @@
 | `common/kda_intra.py`, unchanged   | chunk, value head              | what the recurrences multiply with                 |
 | `kda_bwd_recurrence.py`            | direction, sequence, value head | S, U; dS, dX, dh0                                 |
 | `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients, those of A_log, dt_bias in shares |
-| `kda_bwd_shares.py`                | value head                     | sums of the shares                                 |
+| `kda_bwd_shares.py`                | value head; rows of dq and dk  | sums over chunks, and over value heads that share keys |
 
 bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
 describes the arguments.
@@ -27,10 +27,10 @@ from cula.ops.cute.common.kda import operands
 from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
 from cula.ops.cute.common.kda_intra import IntraResults, IntraScalars, IntraTma, intra_kernel
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
-from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.kda_variant import KdaVariant, fused_variants
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS, SHARES
+from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain.variants import Variant
 
@@ -39,7 +39,7 @@ from .kda_bwd_chunk import ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, wg
 from .kda_bwd_chunk_steps import chunk_mmas
 from .kda_bwd_recurrence import THREADS as WALK_THREADS
 from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
-from .kda_bwd_shares import launch_shares
+from .kda_bwd_shares import GateSums, KeySums, launch_shares
 from .kda_recurrence_steps import STAGES, recurrence_mmas
 
 
@@ -58,12 +58,20 @@ class Work(NamedTuple):
     dX: Any
     factors: Any  # [records, FACTORS]
     shares: Any  # [chunks, HV, 2, 128]
+    parts: Any  # [records, PARTS, 64]
+    dq: Any  # [T, 128, HV], float32
+    dk: Any
 
 
-def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+def rows_by_head(T: Any, heads: Any) -> Any:
+    """The layout of a contiguous [T, heads, 128] as [T, 128, heads]."""
+    return cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
+
+
+def work_at(workspace: Any, chunks: Any, T: Any, HV: Any, shared: Any) -> Work:
     """The tensors of the workspace."""
     records = chunks * HV
-    offsets = kda_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+    offsets = kda_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1), shared=shared)
 
     def part(name: str, t: Any, layout: Any) -> Any:
         return cute.make_tensor(at_address(t, workspace + offsets[name], kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
@@ -84,6 +92,9 @@ def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
         dX=rows("dX", F16, 64, 128),
         factors=rows("factors", F32, 1, FACTORS),
         shares=part("shares", F32, cute.make_layout((chunks, HV, 2, 128), stride=(HV * SHARES, SHARES, 128, 1))),
+        parts=part("parts", F32, cute.make_layout((records, PARTS, 64), stride=(PARTS * 64, 64, 1))),
+        dq=part("dq", F32, rows_by_head(T, HV)),
+        dk=part("dk", F32, rows_by_head(T, HV)),
     )
 
 
@@ -170,15 +181,25 @@ class Gradients(NamedTuple):
     dbeta: Any
 
 
-def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
+def gates_by_head(x: Any, variant: KdaVariant) -> Any:
+    """Gates as [T, 128, HV]; one a head is that of all its channels."""
+    if not variant.is_scalar:
+        return by_head(x.gate if variant.has_gate_tile else x.gates.mGate)
+    (T, HV), (of_token, of_head) = x.gates.mGate.shape, x.gates.mGate.stride
+    return cute.make_tensor(x.gates.mGate.iterator, cute.make_layout((T, 128, HV), stride=(of_token, 0, of_head)))
+
+
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, variant: KdaVariant) -> ChunkMemory:
     """What threads of the last kernel read and write."""
-    align = kda_bwd_abi.BACKWARD.alignment
+    align, g_type = kda_bwd_abi.BACKWARD.alignment, variant.g_type
 
     def of_heads(name: str, t: Any, address: Any, heads: Any) -> Any:
-        layout = cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
-        return cute.make_tensor(at_address(t, address, align[name]), layout)
+        return cute.make_tensor(at_address(t, address, align[name]), rows_by_head(T, heads))
 
     by_token = cute.make_layout((T, HV), stride=(HV, 1))
+    mDg = of_heads("dg", g_type, made.dg, HV)
+    if cutlass.const_expr(variant.is_scalar):
+        mDg = cute.make_tensor(at_address(g_type, made.dg, g_type.width // 8), cute.make_layout((T, 128, HV), stride=(HV, 0, 1)))
     return ChunkMemory(
         mVec=work.vec,
         mFactors=work.factors,
@@ -187,16 +208,18 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g
         mBias=x.gates.mBias,
         mQ=by_head(x.q),
         mK=by_head(x.k),
-        mGate=by_head(x.gate if g_type is BF16 else x.gates.mGate),
+        mV=by_head(x.v),
+        mGate=gates_by_head(x, variant),
         mDq=of_heads("dq", BF16, made.dq, H),
         mDk=of_heads("dk", BF16, made.dk, H),
-        mShareQ=of_heads("dq", F32, made.dq, HV),
-        mShareK=of_heads("dk", F32, made.dk, HV),
+        mShareQ=work.dq,
+        mShareK=work.dk,
         mDv=of_heads("dv", BF16, made.dv, HV),
-        mDg=of_heads("dg", g_type, made.dg, HV),
+        mDg=mDg,
         mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
         mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
         mShares=work.shares,
+        mParts=work.parts,
     )
 
 
@@ -216,7 +239,7 @@ def launch_chunks(
     tma = ChunkTma(
         q=tma_load(by_head(x.q), lt, (64, 128)),
         k=k,
-        g=tma_load(by_head(x.gate), lt, (64, 128)) if cutlass.const_expr(variant.g_type is BF16) else k,
+        g=tma_load(by_head(x.gate), lt, (64, 128)) if cutlass.const_expr(variant.has_gate_tile) else k,
         do=tma_load(by_head(x.o), lt, (64, 128)),
         S=tma_load(work.S, state, (128, 128)),
         dS=tma_load(work.dS, state, (128, 128)),
@@ -277,6 +300,8 @@ def backward_host(
     has_h0: I32,
     has_dht: I32,
     has_dh0: I32,
+    has_A: I32,
+    has_bias: I32,
     length: I32,
     halvings: I32,
     chunks: I32,
@@ -291,7 +316,7 @@ def backward_host(
         (T, N, H, HV),
         variant,
     )
-    work = work_at(workspace, chunks, HV)
+    work = work_at(workspace, chunks, T, HV, Int64(T) * Int64(HV) if HV != H else Int64(0))
     scalars = IntraScalars(scale, lower, beta_top, beta_bits)
     grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
     launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
@@ -299,18 +324,18 @@ def backward_host(
     states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
     ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
     launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
-    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant.g_type)
+    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant)
     of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
     launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
-    if cutlass.const_expr(variant.is_raw):
-        align = kda_bwd_abi.BACKWARD.alignment
-        mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
-        mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), cute.make_layout((HV, 128), stride=(128, 1)))
-        launch_shares(work.shares, mDa, mDbias, HV, stream)
+    align = kda_bwd_abi.BACKWARD.alignment
+    mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
+    of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+    mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), of_bias)
+    keys = KeySums(work.dq, work.dk, memory.mDq, memory.mDk)
+    launch_shares(GateSums(work.shares, mDa, mDbias, has_A, has_bias), keys, T, H, HV, stream, variant)
 
 
 def variants() -> Iterator[Variant]:
-    for g_type, gate in ((BF16, "gate"), (BF16, "safe"), (BF16, "log"), (F32, "gate"), (F32, "log")):
-        variant = KdaVariant(F16, g_type, gate)
+    for variant in fused_variants():  # of fp16 operands
         arguments = fake_arguments(kda_bwd_abi.BACKWARD, backward_host, variant)
         yield Variant(f"bwd_{variant.name}", backward_host, arguments, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))

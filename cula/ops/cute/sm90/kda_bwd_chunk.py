@@ -4,19 +4,22 @@
 With S before the chunk and dS after it, both [dk, dv], U and dX of the chunk (`kda_bwd_recurrence.py`), log decays summed inside
 blocks of 8 tokens (L from the start of a block to a token, R from behind it to the end, E the decay over all of it):
 
-    1          dv = b dX           dP = lower(do U^T)      XU = dX U^T,  dA = -b strict_lower(XU),  b db = diag(XU)
-    2 rows     aq = do S^T,  ak = -b dX S^T;  for the blocks c before block r:
+    1          dv = b dX           dP = lower(do U^T)      XU = dX U^T,  dA = -strict_lower(XU)
+    2 rows     aq = do S^T,  ak = -dX S^T;    for the blocks c before block r:
                    aq = E_c aq + dP[r, c] (k e^R)_c            ak = E_c ak + dA[r, c] (k e^R)_c
     3 columns  ac = U dS^T;                   for the blocks r behind block c:
-                   ac = E_r ac + dP[r, c]^T (q e^L)_r + dA[r, c]^T (k e^L)_r
+                   ac = E_r ac + dP[r, c]^T (q e^L)_r + dA[r, c]^T (b k e^L)_r
     4 pairs    i < t of one block, in three levels (`kda_bwd_chunk_steps.py`)
-    5          dq = e^L aq + pairs + dP_tt k         dk = e^L ak + e^R ac + pairs + dP_tt q
+    5          dq = e^L aq + pairs + dP_tt k         d(b k) = e^L ak + pairs         dk = b d(b k) + e^R ac + pairs + dP_tt q
     6          dg_s = sum_dv S1 dS + sum_{t >= s} w_t,  S1 after the chunk
-                   w = (q e^L) aq + (k e^L) ak - (k e^R) ac, and the same of pairs
-    7          through the gate's activation and the norms
+                   w = (q e^L) aq + (b k e^L) ak - (k e^R) ac, and the same of pairs
+    7          db = <dX, v> + <k, d(b k)>,  and  b db = diag(XU)
+    8          through the gate's activation and the norms
 
-b db is the diagonal alone: the terms of v, of the state and of the scores cancel, as A U = X - U. In 6 the pairs behind s are
-added and taken away again, which is exact up to float32 because both times a pair is made from the same rounded operands.
+b db is the diagonal alone: the terms of v, of the state and of the scores cancel, as A U = X - U. A raw beta needs no more, since
+b is a factor of its sigmoid's slope, and nothing is divided by it; an activated one may be 0, and takes the sums. In 6 the pairs
+behind s are added and taken away again, which is exact up to float32 because both times a pair is made from the same rounded
+operands.
 
 Transposed: channels are rows. Warp j owns channels 16 j .. 16 j + 15 and all 64 tokens. Accumulators of `S do^T`, `S dX^T` and
 `dS U^T`, wgmma's, are fragments of mma.sync with a warp's sixteen channels, so that 2 and 3 go on in them; operands such as k e^R
@@ -30,10 +33,10 @@ do.
 |----------------------------------------------|-------|
 | S; then k and q; then k e^R and e^R          | 32 K  |
 | dS; then U dS^T, and dk on its way           | 32 K  |
-| do; then g, and dg in its place              | 16 K  |
+| do; then g, and dg in its place, where TMA reads gates | 16 K |
 | U; then dP and dA                            | 16 K  |
 | dX; then dq on its way                       | 16 K  |
-| b, then inverse norms; diagonal of dP; maxima | 1 K  |
+| b; inverse norms; diagonal of dP; maxima     | 1 K   |
 
 Two blocks on an SM hide each other's waits.
 """
@@ -50,7 +53,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fp16_window import bits_of, from_bits, inverse_of
-from cula.ops.cute.common.gate import bounded_unit, slope_of
+from cula.ops.cute.common.gate import bounded_unit, slope_of, softplus_unit
 from cula.ops.cute.common.kda_intra import clear_past_end, load_tiles
 from cula.ops.cute.common.kda_intra_steps import KEYS, QUERIES, Chunk, IntraMmas, norms
 from cula.ops.cute.common.tiles import (
@@ -70,7 +73,7 @@ from cula.ops.cute.common.tiles import (
 )
 from cula.ops.cute.common.varlen_index import find_sequence
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
-from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
+from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S, OF_STRENGTHS, OF_V
 from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
     BLOCKS,
     ChunkMmas,
@@ -78,6 +81,7 @@ from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
     Strip,
     blocks_pass,
     dot_states,
+    finish_head_gates,
     last_pass,
     park_columns,
     scale_parked,
@@ -104,7 +108,7 @@ class ChunkTma(NamedTuple):
 
     q: Tma
     k: Tma
-    g: Tma  # where gates are bfloat16; the others are read by threads
+    g: Tma  # gates of channels in bfloat16; the others are read by threads
     do: Tma
     S: Tma  # [128, 128], one a record
     dS: Tma
@@ -122,7 +126,8 @@ class ChunkMemory(NamedTuple):
     mBias: Any  # [HV, 128]
     mQ: Any  # [T, 128, H]
     mK: Any
-    mGate: Any  # [T, 128, HV]
+    mV: Any  # [T, 128, HV]
+    mGate: Any
     mDq: Any  # [T, 128, H]
     mDk: Any
     mShareQ: Any  # [T, 128, HV], float32, in the place of the two where value heads share keys
@@ -132,6 +137,7 @@ class ChunkMemory(NamedTuple):
     mDbeta: Any  # [T, HV], as float32
     mDbeta16: Any  # and as bfloat16
     mShares: Any  # [chunks, HV, 2, 128]
+    mParts: Any  # [records, PARTS, 64]
 
 
 class ChunkScalars(NamedTuple):
@@ -175,8 +181,8 @@ class SmemLayout(NamedTuple):
     dq: Any
     dk: Any
     beta: Any  # [64]
-    norms: Any  # [64, side], inverse, in the place of beta
-    diagonal: Any  # [64], of dP
+    norms: Any  # [64, side], inverse
+    diagonal: Any  # [64], of dP, in fp16
     tops: Any  # [8, 2]
     full: Any  # mbarriers, by `Full`
 
@@ -192,7 +198,6 @@ def smem_layout() -> SmemLayout:
     def vector(at: int, *shape: int) -> Any:
         return cute.make_tensor(of_vectors.iterator + at, cute.make_layout(shape))
 
-    tops = smem.allocate_tensor(F32, cute.make_layout((8, 2)), byte_alignment=16)
     return SmemLayout(
         S=S,
         dS=dS,
@@ -206,10 +211,10 @@ def smem_layout() -> SmemLayout:
         parked=halves[None, None, 0],
         dq=tokens[None, None, DX],
         dk=halves[None, None, 1],
-        beta=vector(0, 64),
         norms=vector(0, 64, 2),
-        diagonal=vector(128, 64),
-        tops=tops,
+        beta=vector(128, 64),
+        diagonal=smem.allocate_tensor(F16, cute.make_layout(64), byte_alignment=16),
+        tops=smem.allocate_tensor(F32, cute.make_layout((8, 2)), byte_alignment=16),
         full=smem.allocate_array(cutlass.Int64, len(Full)),
     )
 
@@ -311,7 +316,7 @@ def load_first(tma: cutlass.Constexpr, smem: cutlass.Constexpr, place: cutlass.C
             smem.full,
         )
         inputs = [(tma.k, smem.k, place.h), (tma.q, smem.q, place.h)]
-        if cutlass.const_expr(variant.g_type is BF16):
+        if cutlass.const_expr(variant.has_gate_tile):
             inputs = [*inputs, (tma.g, smem.g, place.hv)]
         prefetch_tiles(
             [
@@ -358,15 +363,25 @@ def scale_do(smem: cutlass.Constexpr, factor: F32, tid: I32, left: I32):
 
 
 @cute.jit
-def store_dv(smem: cutlass.Constexpr, mDv: cute.Tensor, back: F32, tid: I32, left: I32):
-    """dv = b dX; mDv begins with the chunk. What is kept of dX is -dX."""
+def store_dv(x: cutlass.Constexpr, mDv: cute.Tensor, mV: cute.Tensor, back: F32, tid: I32):
+    """dv = b dX, and <dX, v> where it is asked for; mDv and mV begin with the chunk. What is kept of dX is -dX."""
+    smem, left, mParts = x.smem, x.left, x.mParts
     for p in cutlass.range(4, unroll=2):
         row = 16 * p + tid // 16
-        x, by = read_piece(smem.tokens[None, None, DX], row, tid), -back * smem.beta[row]
+        dx = read_piece(smem.tokens[None, None, DX], row, tid)
+        if x.is_activated:
+            v, dot = read_piece(mV, cutlass.min(row, left - 1), tid), F32(0.0)
+            for e in cutlass.range_constexpr(8):
+                dot += dx[e] * v[e]
+            for off in (1, 2, 4, 8):
+                dot += cute.arch.shuffle_sync_bfly(dot, offset=off)
+            if tid % 16 == 0:
+                mParts[OF_V, row] = -back * dot
+        by = -back * smem.beta[row]
         for e in cutlass.range_constexpr(8):
-            x[e] = x[e] * by
+            dx[e] = dx[e] * by
         if row < left:
-            write_piece(x, mDv, row, tid)
+            write_piece(dx, mDv, row, tid)
 
 
 class RowsOut(NamedTuple):
@@ -481,15 +496,11 @@ def scale_placed(x: cutlass.Constexpr, by: F32, square: cute.Tensor, mma: cute.T
     diagonal, at = x.smem.diagonal, 16 * x.wid + x.r
     if x.wid < 4 and x.c == x.r // 2:
         for i in cutlass.range_constexpr(2):
-            diagonal[at + 8 * i] = diagonal[at + 8 * i] * by
+            diagonal[at + 8 * i] = (diagonal[at + 8 * i].to(F32) * by).to(F16)
 
 
 @cute.jit
-def store_dbeta(memory: cutlass.Constexpr, scalars: cutlass.Constexpr, t: I32, hv: I32, b_db: F32, b: F32):
-    """From b db; where beta is raw nothing is divided by b."""
-    db = b_db * (F32(1.0) - b * cute.arch.rcp_approx(scalars.beta_top))
-    if scalars.beta_top == F32(0.0):
-        db = b_db / b if b != F32(0.0) else F32(0.0)
+def store_dbeta(memory: cutlass.Constexpr, scalars: cutlass.Constexpr, t: I32, hv: I32, db: F32):
     if scalars.beta_bits == 32:
         memory.mDbeta[t, hv] = db
     else:
@@ -501,14 +512,16 @@ def gate_of(
     memory: cutlass.Constexpr, scalars: cutlass.Constexpr, place: cutlass.Constexpr, channel: I32, variant: cutlass.Constexpr
 ):
     bias = cute.make_rmem_tensor((2,), F32)
-    slope, strength, unit = F32(0.0), F32(0.0), F32(0.0)
+    slope, unit, rate = F32(0.0), F32(0.0), F32(0.0)
     if cutlass.const_expr(variant.is_raw):
         for hi in cutlass.range_constexpr(2):
             bias[hi] = memory.mBias[place.hv, channel + 8 * hi]
-        slope, unit = slope_of(memory.mA[place.hv], True), bounded_unit(scalars.lower)
-        strength = slope * F32(-1.0 / LOG2_E)
+        A_log = memory.mA[place.hv]
+        slope = slope_of(A_log, variant.gate == "gate")
+        unit = bounded_unit(scalars.lower) if cutlass.const_expr(variant.gate == "gate") else softplus_unit(A_log)
+        rate = scalars.lower * slope * F32(-1.0 / LOG2_E) if cutlass.const_expr(variant.gate == "gate") else unit
     mGate, mDg = [cute.domain_offset((place.t0, 0), m[None, None, place.hv]) for m in (memory.mGate, memory.mDg)]
-    return Gate(slope, unit, scalars.lower, strength, bias, mGate, mDg)
+    return Gate(slope, unit, rate, bias, mGate, mDg)
 
 
 class Products(NamedTuple):
@@ -547,19 +560,17 @@ def multiply(
     issue(wgmmas.tokens, square, aTokens[None, None, None, 2 * wg], bTokens[None, None, None, U], False)  # dP, or -XU
     cute.arch.mbarrier_wait(smem.full + Full.DS, 0)
     issue(wgmmas.states, ac, aDs, bTokens[None, None, None, U], False)
-    store_dv(smem, cute.domain_offset((place.t0, 0), memory.mDv[None, None, place.hv]), back_d, tid, left)
+    mDv, mV = [cute.domain_offset((place.t0, 0), m[None, None, place.hv]) for m in (memory.mDv, memory.mV)]
+    store_dv(x, mDv, mV, back_d, tid)
     cute.arch.mbarrier_wait(smem.full + Full.S, 0)
     h = dot_states(x, smem.S, smem.dS)
     warpgroup.wait_group(0)
-    diagonal, row, b = diagonal_of(square, wid & 3, x.r), 16 * (wid & 3) + x.r, cute.make_rmem_tensor((2,), F32)
-    for i in cutlass.range_constexpr(2):
-        b[i] = smem.beta[row + 8 * i]
-    if wg == 1:
-        for n in cutlass.range_constexpr(32):
-            square[n] = square[n] * b[n // 2 % 2]
+    diagonal, row = diagonal_of(square, wid & 3, x.r), 16 * (wid & 3) + x.r
+    if wg == 1 and not x.is_activated:
         for i in cutlass.range_constexpr(2):
             if x.c == x.r // 2 and row + 8 * i < left:
-                store_dbeta(memory, scalars, place.t0 + row + 8 * i, place.hv, -diagonal[i] * back, b[i])
+                slope = F32(1.0) - smem.beta[row + 8 * i] * cute.arch.rcp_approx(scalars.beta_top)  # of the sigmoid, but for b
+                store_dbeta(memory, scalars, place.t0 + row + 8 * i, place.hv, -diagonal[i] * back * slope)
     post_largest(largest_of(square, largest_of(ac, F32(0.0))), smem.tops[None, 0], wid, lane)
     cute.arch.sync_threads()  # dS and U have been read
     unit = unit_of(find_largest(smem.tops[None, 0]))
@@ -567,16 +578,11 @@ def multiply(
     place_square(square, unit, smem.scores[None, None, wg], wgmmas.tokens, thread)
     if wg == 0 and x.c == x.r // 2:
         for i in cutlass.range_constexpr(2):
-            smem.diagonal[row + 8 * i] = diagonal[i] * unit
+            smem.diagonal[row + 8 * i] = (diagonal[i] * unit).to(F16)
 
     issue(wgmmas.states, aq, aS, bTokens[None, None, None, DO], False)
     issue(wgmmas.states, ak, aS, bTokens[None, None, None, DX], False)
-    strengths = cute.make_rmem_tensor((16,), F32)
-    for n in cutlass.range_constexpr(16):
-        strengths[n] = smem.beta[8 * (n // 2) + 2 * x.c + n % 2]
     warpgroup.wait_group(0)
-    for n in cutlass.range_constexpr(32):
-        ak[n] = ak[n] * strengths[n % 2 + 2 * (n // 4)]
     post_largest(largest_of(ak, largest_of(aq, F32(0.0))), smem.tops[None, 1], wid, lane)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()  # all but what was placed here has been read
@@ -599,11 +605,11 @@ def multiply(
 @cute.jit
 def load_inputs(tma: cutlass.Constexpr, smem: cutlass.Constexpr, place: cutlass.Constexpr, variant: cutlass.Constexpr):
     """k, q and, where TMA reads them, gates."""
-    tiles = 3 if cutlass.const_expr(variant.g_type is BF16) else 2
+    tiles = 3 if cutlass.const_expr(variant.has_gate_tile) else 2
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.INPUTS, tiles * TILE_BYTES)
     loads = [(tma.k, smem.k, place.h, Full.INPUTS), (tma.q, smem.q, place.h, Full.INPUTS)]
-    if cutlass.const_expr(variant.g_type is BF16):
+    if cutlass.const_expr(variant.has_gate_tile):
         loads = [*loads, (tma.g, smem.g, place.hv, Full.INPUTS)]
     load_tiles(loads, place.t0, smem.full)
 
@@ -630,7 +636,8 @@ def backward_chunk(
     factor_s, factor_d = memory.mFactors[place.record, FACTOR_OF_S], memory.mFactors[place.record, FACTOR_OF_DS]
     back = inverse_of(factor_s) * inverse_of(factor_d)
     gate = gate_of(memory, scalars, place, 16 * wid + r, variant)
-    x = Strip(smem, variant, mmas, wid, lane, r, c, left, scalars.scale, gate)
+    is_activated, mParts = scalars.beta_top == F32(0.0), memory.mParts[place.record, None, None]
+    x = Strip(smem, variant, mmas, wid, lane, r, c, left, scalars.scale, gate, is_activated, mParts)
     cute.arch.mbarrier_wait(smem.full + Full.TOKENS, 0)
     scale_do(smem, factor_d, tid, left)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -640,7 +647,7 @@ def backward_chunk(
 
     cute.arch.mbarrier_wait(smem.full + Full.INPUTS, 0)
     if left < 64:
-        cleared = (smem.k, smem.q, smem.g) if cutlass.const_expr(variant.g_type is BF16) else (smem.k, smem.q)
+        cleared = (smem.k, smem.q, smem.g) if cutlass.const_expr(variant.has_gate_tile) else (smem.k, smem.q)
         clear_past_end([(None, tile, None, None) for tile in cleared], tid, left)
         cute.arch.sync_threads()
     norms(Chunk(smem, variant, of_norms, wid >> 2, wid & 3, lane, r, c, left), F32(1.0))
@@ -649,13 +656,22 @@ def backward_chunk(
     to_columns, behind = cute.make_rmem_tensor((32,), F32), [[F32(1.0), F32(1.0)] for _ in range(BLOCKS)]
     blocks_pass(x, made.aq, made.ak, w, made.h, to_columns, behind)
     last_pass(x, w, made.h, to_columns, behind, back, sums)
-    if cutlass.const_expr(variant.is_raw):
+    mShares = memory.mShares[place.number, place.hv, None, None]
+    if cutlass.const_expr(variant.is_raw and not variant.is_scalar):
         for i in cutlass.range_constexpr(4):
             for off in (1, 2):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=off)
             if c == 0:
-                memory.mShares[place.number, place.hv, i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
+                mShares[i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
     cute.arch.sync_threads()
+    if tid < 64:
+        if is_activated and tid < left:
+            db = mParts[OF_V, tid]
+            for i in cutlass.range_constexpr(8):
+                db += back * mParts[OF_STRENGTHS + i, tid]
+            store_dbeta(memory, scalars, place.t0 + tid, place.hv, db)
+        if cutlass.const_expr(variant.is_scalar):
+            finish_head_gates(x, mShares, tid)
     for side, grad, raw, plain, share, by in (
         (QUERIES, smem.dq, memory.mQ, memory.mDq, memory.mShareQ, back * scalars.scale),
         (KEYS, smem.dk, memory.mK, memory.mDk, memory.mShareK, back),
@@ -665,5 +681,5 @@ def backward_chunk(
             for m, head in ((raw, place.h), (plain, place.h), (share, place.hv))
         ]
         store_through_norm(RowsOut(grad, ours[0], smem.norms[None, side], *ours[1:], by), scalars.group, tid, left)
-    if cutlass.const_expr(variant.g_type is BF16):
+    if cutlass.const_expr(variant.has_gate_tile):
         store_dg(smem, gate.mDg, tid, left)

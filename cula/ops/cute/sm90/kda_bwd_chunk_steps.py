@@ -23,8 +23,9 @@ from cutlass.cute.nvgpu import warp
 
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fragments import as_a, corner, flat, lane_address, load_matrix, shared_at, store_matrix, widen
-from cula.ops.cute.common.gate import exp2
+from cula.ops.cute.common.gate import exp2, softplus2, to_log2
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32
+from cula.ops.cute.kda_bwd_abi import OF_GATES, OF_STRENGTHS
 
 BLOCKS = 8  # of eight tokens
 HALF = 8192  # bytes of half of the columns of a tile [64, 128] in 16 bits
@@ -57,6 +58,8 @@ class Strip(NamedTuple):
     left: Any  # tokens
     scale: Any
     gate: Any  # `Gate`
+    is_activated: Any  # beta comes as b
+    mParts: Any  # [PARTS, 64]
 
     def at(self, tile: Any) -> Any:
         """The address of our channels in a 16-bit tile [64, 128], for the first two blocks of tokens; see `lane_address`."""
@@ -71,12 +74,11 @@ class Strip(NamedTuple):
 class Gate(NamedTuple):
     """What a gate's activation depends on."""
 
-    slope: Any  # -a log2(e)
-    unit: Any  # 1 / lower in log2
-    lower: Any
-    strength: Any  # a
+    slope: Any  # these two as in `common/gate.py`
+    unit: Any
+    rate: Any  # lower a of a bounded gate, -a of a softplus gate
     bias: Any  # [2], of our channels
-    mGate: Any  # [T, 128] of a head from the chunk's first token on, where gates are float32
+    mGate: Any  # [T, 128] of a head from the chunk's first token on, where no tile has them
     mDg: Any
 
 
@@ -93,6 +95,17 @@ class Decays(NamedTuple):
     def whole(self, hi: int) -> Any:
         """Over the block."""
         return self.pair(hi) * self.x1[hi] * self.x2[hi]
+
+
+class BlockInputs(NamedTuple):
+    """Keys and queries of a block, and what keys are written with."""
+
+    k: Any  # [4]
+    q: Any
+    b: Any  # [2], by token
+    k16: Any  # [4], in fp16
+    bk16: Any  # b k
+    q16: Any
 
 
 # What a block is made of
@@ -150,9 +163,11 @@ def store_two(x: cute.Tensor, at: I32, m: cutlass.Constexpr, dtype: cutlass.Cons
 @cute.jit
 def of_tokens(vector: cute.Tensor, c: I32, n: cutlass.Constexpr):
     """[2]: a vector's values at our tokens."""
-    out = cute.make_rmem_tensor((2,), F32)
-    at = I32(vector.iterator.toint()) + 8 * c + 32 * n
-    cute.autovec_copy(shared_at(at, F32, 2, 8), cute.make_tensor(out.iterator, cute.make_layout((2, 1))))
+    raw, out = cute.make_rmem_tensor((2,), vector.element_type), cute.make_rmem_tensor((2,), F32)
+    size = vector.element_type.width // 8
+    at = I32(vector.iterator.toint()) + size * (2 * c + 8 * n)
+    cute.autovec_copy(shared_at(at, vector.element_type, 2, 2 * size), cute.make_tensor(raw.iterator, cute.make_layout((2, 1))))
+    out.store(raw.load().to(F32))
     return out
 
 
@@ -179,7 +194,7 @@ def channel_of(x: Strip, e: int) -> Any:
 def read_gates(x: cutlass.Constexpr, raw: cute.Tensor, n: cutlass.Constexpr):
     """Those of a block, in float32, from memory."""
     for e in cutlass.range_constexpr(4):
-        raw[e] = x.gate.mGate[cutlass.min(token_of(x, e, n), x.left - 1), channel_of(x, e)]
+        raw[e] = x.gate.mGate[cutlass.min(token_of(x, e, n), x.left - 1), channel_of(x, e)].to(F32)
 
 
 @cute.jit
@@ -189,22 +204,54 @@ def add_bias(x: cutlass.Constexpr, raw: cute.Tensor):
 
 
 @cute.jit
+def log_decays(x: cutlass.Constexpr, g: cute.Tensor):
+    """g <- log decays, base 2; raw gates have their bias already."""
+    n, gate = cute.size(g), x.gate
+    if cutlass.const_expr(x.variant.gate == "gate"):
+        for e in cutlass.range_constexpr(n):
+            g[e] = exp2(gate.slope * g[e])
+        for e in cutlass.range_constexpr(n):
+            g[e] = cute.arch.rcp_approx(gate.unit * g[e] + gate.unit)
+    elif cutlass.const_expr(x.variant.gate == "softplus"):
+        for e in cutlass.range_constexpr(n):
+            g[e] = gate.slope * g[e]
+        softplus2(g)
+        for e in cutlass.range_constexpr(n):
+            g[e] = gate.unit * g[e]
+    else:
+        for e in cutlass.range_constexpr(n):
+            g[e] = to_log2(g[e])
+
+
+@cute.jit
+def through_gate(x: cutlass.Constexpr, dg: cute.Tensor, raw: cute.Tensor, of_A: cute.Tensor):
+    """dg <- gradients of raw gates, from those of log decays; of_A <- what each adds to that of A_log. `raw` has the bias."""
+    n, gate = cute.size(dg), x.gate
+    if cutlass.const_expr(x.variant.gate == "gate"):
+        for e in cutlass.range_constexpr(n):
+            y = exp2(cutlass.min(gate.slope * raw[e], F32(LARGEST_EXPONENT)))
+            s = cute.arch.rcp_approx(F32(1.0) + y)
+            dg[e] = (dg[e] * gate.rate) * (s * (y * s))
+            of_A[e] = dg[e] * raw[e]
+    else:
+        of_A.store(raw.load())
+        log_decays(x, of_A)
+        for e in cutlass.range_constexpr(n):
+            of_A[e] = dg[e] * (of_A[e] * F32(1.0 / LOG2_E))
+            dg[e] = (dg[e] * gate.rate) * cute.arch.rcp_approx(F32(1.0) + exp2(-gate.slope * raw[e]))
+
+
+@cute.jit
 def decays_of(x: cutlass.Constexpr, n: cutlass.Constexpr):
     """Decays of tokens, from log decays that are rounded as the forward rounds them; tokens past the end decay nothing."""
-    raw, a, log = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]
-    if cutlass.const_expr(x.variant.g_type is BF16):
-        raw.store(load_block(x.at_one(x.smem.g), n, BF16).load())
+    a, log = [cute.make_rmem_tensor((4,), F32) for _ in range(2)]
+    if cutlass.const_expr(x.variant.has_gate_tile):
+        log.store(load_block(x.at_one(x.smem.g), n, BF16).load())
     else:
-        read_gates(x, raw, n)
+        read_gates(x, log, n)
     if cutlass.const_expr(x.variant.is_raw):
-        add_bias(x, raw)
-        for e in cutlass.range_constexpr(4):
-            raw[e] = exp2(x.gate.slope * raw[e])
-        for e in cutlass.range_constexpr(4):
-            log[e] = cute.arch.rcp_approx(x.gate.unit * raw[e] + x.gate.unit)
-    else:
-        for e in cutlass.range_constexpr(4):
-            log[e] = raw[e] * F32(LOG2_E)
+        add_bias(x, log)
+    log_decays(x, log)
     if x.left < 64:
         for e in cutlass.range_constexpr(4):
             log[e] = log[e] if token_of(x, e, n) < x.left else F32(0.0)
@@ -334,20 +381,23 @@ def add_level(
     x: cutlass.Constexpr,
     s: cutlass.Constexpr,
     d: cutlass.Constexpr,
-    k: cute.Tensor,
-    q: cute.Tensor,
+    of: cutlass.Constexpr,
     words: cutlass.Constexpr,
     grads: cutlass.Constexpr,
 ):
-    """Pairs of a level: adds to dq, dk and w of the block, which are `grads`. k and q are fp16.
+    """Pairs of a level: adds to dq, dk, <k, d(b k)> and w of the block, which are `grads`.
 
     `words` are the block's dP and dA, as they lie and turned round. Where a token is no row of the level, its row's sum is zero,
-    and likewise for columns, so that dk takes both from one sum.
+    and likewise for columns, so that one sum serves both.
     """
-    (dP, dA, dP_t, dA_t), (dq, dk, w) = words, grads
+    (dP, dA, dP_t, dA_t), (dq, dk, db, w) = words, grads
     f = of_level(x, d, s)
-    f16 = halves(f)
-    ke, qe, (plain, turned) = times(k, f16), times(q, f16), level_masks(x, s)
+    is_row = x.c >= 2 if cutlass.const_expr(s == 4) else x.c % 2 == 1
+    f16, ours = halves(f), cute.make_rmem_tensor((4,), F16)
+    pairs, of_rows, of_columns = [cute.recast_tensor(t, I32) for t in (ours, of.bk16, of.k16)]
+    for i in cutlass.range_constexpr(2):
+        pairs[i] = of_rows[i] if is_row else of_columns[i]
+    ke, qe, (plain, turned) = times(ours, f16), times(of.q16, f16), level_masks(x, s)
     of_q, of_k = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32)
     of_q.fill(0.0)
     of_k.fill(0.0)
@@ -356,26 +406,29 @@ def add_level(
     add_product(x, of_k, 0, qe, dP_t & turned)
     add_product(x, of_k, 0, ke, dA_t & turned)
     kw, qw = widened(ke), widened(qe)
-    is_row = x.c >= 2 if cutlass.const_expr(s == 4) else x.c % 2 == 1
     sign = F32(1.0) if is_row else F32(-1.0)
     for e in cutlass.range_constexpr(4):
         dq[e] = dq[e] + f[e] * of_q[e]
-        dk[e] = dk[e] + f[e] * of_k[e]
+        part = f[e] * of_k[e]
+        dk[e] = dk[e] + (of.b[e % 2] if is_row else F32(1.0)) * part
+        db[e % 2] = db[e % 2] + (of.k[e] if is_row else F32(0.0)) * part
         w[e] = w[e] + qw[e] * of_q[e] + sign * (kw[e] * of_k[e])
 
 
 @cute.jit
 def add_neighbours(
-    x: cutlass.Constexpr, d: cutlass.Constexpr, k: cute.Tensor, q: cute.Tensor, words: cutlass.Constexpr, grads: cutlass.Constexpr
+    x: cutlass.Constexpr, d: cutlass.Constexpr, of: cutlass.Constexpr, words: cutlass.Constexpr, grads: cutlass.Constexpr
 ):
     """The pairs of neighbours that a thread has both of, t = i + 1 odd."""
-    dq, dk, w = grads
+    (dq, dk, db, w), (k, q, b) = grads, of[:3]
     of_p, of_a = [low_half(cute.arch.shuffle_sync(word, 4 * (2 * x.c + 1) + x.c)) for word in words[:2]]
     for hi in cutlass.range_constexpr(2):
         i, t = 2 * hi, 2 * hi + 1
-        key, reader = d.a[t] * k[i], of_p * q[t] + of_a * k[t]
+        row = of_a * k[t]
+        key, reader = d.a[t] * k[i], of_p * q[t] + b[1] * row
         dq[t] = dq[t] + of_p * key
-        dk[t] = dk[t] + of_a * key
+        dk[t] = dk[t] + (b[1] * of_a) * key
+        db[1] = db[1] + row * key
         dk[i] = dk[i] + d.a[t] * reader
         share = key * reader
         w[t] = w[t] + share
@@ -404,7 +457,7 @@ def blocks_pass(
 ):
     """Blocks from the first to the last: what rows read, what rows of later blocks write to columns, pairs inside a block.
 
-    aq and ak are do S^T and -b dX S^T; a block's are complete when all blocks before it have been added, each time after what was
+    aq and ak are do S^T and -dX S^T; a block's are complete when all blocks before it have been added, each time after what was
     there has decayed over that block. Leaves dq, and dk as far as it is known, in their tiles, the shares of the gates'
     gradients in w [32], in h [2] what passes the chunk's end, which was the sum of S dS over dv, and for the last pass, in the
     places of k and q, the operand k e^R and the decay e^R; in `to_columns` what rows behind a block add to its columns, and in
@@ -415,8 +468,13 @@ def blocks_pass(
     for n in cutlass.range_constexpr(BLOCKS):
         k, q, d = load_normed(x, smem.k, 0, n), load_normed(x, smem.q, 1, n), decays_of(x, n)
         since, until, E = since_start(x, d), until_end(x, d), [d.whole(hi) for hi in range(2)]
-        dq, dk, w_n = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((4,), F32), flat(w, 4 * n, 4)
-        k16, q16, since16, until16 = [halves(t) for t in (k, q, since, until)]
+        dq, dk, bk = [cute.make_rmem_tensor((4,), F32) for _ in range(3)]
+        b, db, w_n = of_tokens(smem.beta, x.c, n), cute.make_rmem_tensor((2,), F32), flat(w, 4 * n, 4)
+        for e in cutlass.range_constexpr(4):
+            bk[e] = b[e % 2] * k[e]
+        k16, bk16, q16, since16, until16 = [halves(t) for t in (k, bk, q, since, until)]
+        of, grads = BlockInputs(k, q, b, k16, bk16, q16), (dq, dk, db, w_n)
+        db.fill(0.0)
         kr, ac, pair = times(k16, until16), read_columns(x, n), of_tokens(smem.diagonal, x.c, n)
         store_block(kr, x.at_one(smem.k), n, F16)
         store_block(until16, x.at_one(smem.q), n, F16)
@@ -424,13 +482,15 @@ def blocks_pass(
         for hi in cutlass.range_constexpr(2):
             decayed[hi] = decayed[hi] * E[hi]
             passing[hi] = passing[hi] * E[hi] + right[2 * hi] * ac[2 * hi] + right[2 * hi + 1] * ac[2 * hi + 1]
-        ql, kl = times(q16, since16), times(k16, since16)
+        ql, kl = times(q16, since16), times(bk16, since16)
         qw, kw = widened(ql), widened(kl)
         for e in cutlass.range_constexpr(4):
             of_q, of_k = aq[4 * n + e], ak[4 * n + e]
             w_n[e] = qw[e] * of_q + kw[e] * of_k
             dq[e] = since[e] * of_q + pair[e % 2] * k[e]
-            dk[e] = since[e] * of_k + pair[e % 2] * q[e]
+            row = since[e] * of_k
+            dk[e] = b[e % 2] * row + pair[e % 2] * q[e]
+            db[e % 2] = db[e % 2] + k[e] * row
         of_p, of_a = column_of_blocks(x, 0, n), column_of_blocks(x, 1, n)
         for r in cutlass.range_constexpr(n + 1, BLOCKS):
             for acc, words in ((aq, of_p), (ak, of_a)):
@@ -448,8 +508,10 @@ def blocks_pass(
             behind[c] = [behind[c][hi] * E[hi] for hi in range(2)]
         words = of_p[n], of_a[n], p_row[n], a_row[n]
         for s in (4, 2):
-            add_level(x, s, d, k16, q16, words, (dq, dk, w_n))
-        add_neighbours(x, d, k, q, words, (dq, dk, w_n))
+            add_level(x, s, d, of, words, grads)
+        add_neighbours(x, d, of, words, grads)
+        if x.is_activated:
+            leave_sums(x, db, OF_STRENGTHS, n)
         store_block(dq, x.at_one(smem.dq), n, F16)
         store_block(dk, x.at_one(smem.dk), n, F16)
     for hi in cutlass.range_constexpr(2):
@@ -535,31 +597,71 @@ def last_pass(
 
 
 @cute.jit
-def finish_gates(x: cutlass.Constexpr, dg: cute.Tensor, back: F32, sums: cute.Tensor, m: cutlass.Constexpr):
-    """From the gradients of log decays to those of raw gates, which leave; adds to the sums of dt_bias and A_log."""
+def leave_sums(x: cutlass.Constexpr, values: cute.Tensor, first: cutlass.Constexpr, n: cutlass.Constexpr):
+    """Sums over our channels for each of a block's tokens, of which threads have [2]; they are added up when all warps have left
+    theirs."""
+    mParts = x.mParts
+    for ci in cutlass.range_constexpr(2):
+        total = values[ci]
+        for off in (4, 8, 16):
+            total += cute.arch.shuffle_sync_bfly(total, offset=off)
+        if x.r == 0:
+            mParts[first + x.wid, token_of(x, ci, n)] = total
+
+
+@cute.jit
+def finish_head_gates(x: cutlass.Constexpr, mShares: cute.Tensor, t: I32):
+    """`finish_gates` where there is one gate a head, a thread for each token t; mShares [2, 128] has one value a token."""
+    dg, of_A, raw = [cute.make_rmem_tensor((1,), F32) for _ in range(3)]
+    mParts, mGate, mDg = x.mParts, x.gate.mGate, x.gate.mDg
+    dg.fill(0.0)
+    for i in cutlass.range_constexpr(8):
+        dg[0] = dg[0] + mParts[OF_GATES + i, t]
     if cutlass.const_expr(x.variant.is_raw):
-        raw, by = cute.make_rmem_tensor((8,), F32), back * (x.gate.lower * x.gate.strength)
-        if cutlass.const_expr(x.variant.g_type is BF16):
+        raw[0] = mGate[cutlass.min(t, x.left - 1), 0].to(F32) + x.gate.bias[0]
+        through_gate(x, dg, raw, of_A)
+        for i, share in enumerate((dg, of_A)):
+            mShares[i, t] = share[0] if t < x.left else F32(0.0)
+            mShares[i, 64 + t] = F32(0.0)
+    if t < x.left:
+        mDg[t, 0] = dg[0].to(x.variant.g_type)
+
+
+@cute.jit
+def finish_gates(x: cutlass.Constexpr, dg: cute.Tensor, back: F32, sums: cute.Tensor, m: cutlass.Constexpr):
+    """From the gradients of log decays to those of raw gates, which leave; adds to the sums of dt_bias and A_log. Where there is
+    one gate a head, sums over our channels leave."""
+    for e in cutlass.range_constexpr(8):
+        dg[e] = dg[e] * back
+    if cutlass.const_expr(x.variant.is_scalar):
+        for i in cutlass.range_constexpr(2):
+            two = cute.make_rmem_tensor((2,), F32)
+            for ci in cutlass.range_constexpr(2):
+                two[ci] = dg[4 * i + ci] + dg[4 * i + 2 + ci]
+            leave_sums(x, two, OF_GATES, 2 * m + i)
+    else:
+        finish_channel_gates(x, dg, sums, m)
+
+
+@cute.jit
+def finish_channel_gates(x: cutlass.Constexpr, dg: cute.Tensor, sums: cute.Tensor, m: cutlass.Constexpr):
+    if cutlass.const_expr(x.variant.is_raw):
+        raw, of_A = cute.make_rmem_tensor((8,), F32), cute.make_rmem_tensor((8,), F32)
+        if cutlass.const_expr(x.variant.has_gate_tile):
             raw.store(load_two(x.at(x.smem.g), m, BF16).load())
         else:
             for i in cutlass.range_constexpr(2):
                 read_gates(x, flat(raw, 4 * i, 4), 2 * m + i)
         add_bias(x, raw)
-        for e in cutlass.range_constexpr(8):
-            y = exp2(cutlass.min(x.gate.slope * raw[e], F32(LARGEST_EXPONENT)))
-            s = cute.arch.rcp_approx(F32(1.0) + y)
-            dg[e] = (dg[e] * by) * (s * (y * s))
         if x.left < 64:
             for e in cutlass.range_constexpr(8):
                 dg[e] = dg[e] if token_of(x, e, 2 * m + e // 4) < x.left else F32(0.0)
+        through_gate(x, dg, raw, of_A)
         for e in cutlass.range_constexpr(8):
             hi = e // 2 % 2
             sums[hi] = sums[hi] + dg[e]
-            sums[2 + hi] = sums[2 + hi] + dg[e] * raw[e]
-    else:
-        for e in cutlass.range_constexpr(8):
-            dg[e] = dg[e] * back
-    if cutlass.const_expr(x.variant.g_type is BF16):
+            sums[2 + hi] = sums[2 + hi] + of_A[e]
+    if cutlass.const_expr(x.variant.has_gate_tile):
         store_two(dg, x.at(x.smem.g), m, BF16)
     else:
         mDg = x.gate.mDg
