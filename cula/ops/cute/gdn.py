@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. Forward only: the gradient is another backend's.
+"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. The gradient is `gdn_bwd.py`'s, where it serves a call,
+and otherwise another backend's.
 
 Hopper has a kernel of its own: `sm90/gdn.py` says what it computes, `gdn_abi.py` what it is given, and `gdn_schedule.py`
 how a call is spread over a GPU. Elsewhere, and where states inside of sequences are kept, KDA's kernels serve, with one gate a
@@ -24,9 +25,11 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
+from cula.ops.cute import gdn_bwd as backward
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
+from cula.ops.cute.gdn_bwd import gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -35,6 +38,7 @@ from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
     "checkpoints_why_not",
+    "gdn_bwd",
     "gdn_decode",
     "gdn_fwd",
     "gdn_fwd_checkpoints",
@@ -71,7 +75,8 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     """Why the kernels do not serve a call on a GPU that they are for, as a sentence; None if they do."""
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
-    return kda.why_not(op, kda_problem(problem))
+    reason = kda.why_not(op, kda_problem(problem))
+    return backward.why_not(problem) if reason is None and op == "gdn_bwd" else reason
 
 
 def pool_why_not(problem: GdnProblem) -> str | None:

@@ -12,10 +12,10 @@ HOPPER = Arch(
     modules={
         "kda": ("sm90.kda", "sm90.kda_fused", "sm90.kda_bwd"),
         "lightning": ("sm90.lightning",),
-        "gdn": ("sm90.gdn",),
+        "gdn": ("sm90.gdn", "sm90.gdn_bwd"),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "kda_bwd", "gdn", "lightning", "decode"),
+    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     has_run=True,
     kda=KdaTraits(
