@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from cula import settings
-from cula.gdn.problem import GdnInputs, GdnProblem, kda_problem
+from cula.core.constants import CHUNK
+from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.gdn_abi import K, V
-from cula.ops.cute.gdn_bwd_abi import BACKWARD, OF_A, OF_BIAS, SHARES
-from cula.ops.cute.kda_bwd import num_chunks
-from cula.ops.cute.kda_bwd_abi import workspace_bytes
+from cula.ops.cute.gdn_bwd_abi import BACKWARD, OF_A, OF_BIAS, SHARES, workspace_bytes
 from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
 
@@ -41,9 +40,15 @@ def variant(problem: GdnProblem) -> str:
     return f"bwd_gdn_{problem.gate}"
 
 
+def num_chunks(problem: GdnProblem) -> int:
+    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
+    p = problem
+    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
+
+
 def gdn_bwd(problem: GdnProblem, x: GdnInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
-    p, device, chunks = problem, x.q.device, num_chunks(kda_problem(problem))
+    p, device, chunks = problem, x.q.device, num_chunks(problem)
     x = x._replace(g=x.g.float())  # one number a token and head
     x = x._replace(
         **{name: as_tokens(getattr(x, name)) for name in TOKENS},

@@ -12,12 +12,13 @@ Arguments that the forward has too are those of `gdn_abi.py`; these come besides
 | dv, dbeta  | as v and beta                                                                                                  |
 | shares     | [chunks, HV, 2], float32: what a chunk adds to the gradients of dt_bias and A_log; written where gates are raw |
 | halvings   | how often N sequences are halved to find one of them                                                           |
-| workspace  | KDA's (`kda_bwd_abi.py`), whose kernels make what it holds                                                     |
+| workspace  | `WORKSPACE`                                                                                                     |
 """
 
 from __future__ import annotations
 
-from cula.ops.cute.abi import TMA_BYTES, Abi, addresses, f32, i32, i64
+from cula.ops.cute import kda_bwd_abi
+from cula.ops.cute.abi import TMA_BYTES, Abi, Workspace, addresses, f32, i32, i64
 
 SHARES = 2  # floats of a chunk and value head
 OF_BIAS, OF_A = 0, 1
@@ -34,3 +35,11 @@ _PROBLEM = (
 )
 
 BACKWARD = Abi("gdn_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
+
+# What KDA's kernels hand on. A record is a chunk's of one value head.
+_HANDED_ON = ("tiles", "T", "P", "vec", "done", "S", "U", "dS", "dX", "factors")
+WORKSPACE = Workspace(tuple(section for section in kda_bwd_abi.WORKSPACE.sections if section.name in _HANDED_ON))
+
+
+def workspace_bytes(records: int) -> int:
+    return WORKSPACE.offsets(records=records, one=1)["end"]

@@ -29,12 +29,55 @@ from cula.ops.cute.common.kda_intra import IntraScalars
 from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
 from cula.ops.cute.gdn_bwd_abi import SHARES
-from cula.ops.cute.kda_abi import STATE
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
+from cula.ops.cute.kda_bwd_abi import FACTORS
 from cula.ops.cute.toolchain.variants import Variant
 
 from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
-from .kda_bwd import Work, launch_intra, launch_walks, work_at
+from .kda_bwd import launch_intra, launch_walks
 from .kda_bwd_recurrence import WalkSizes
+
+
+class Work(NamedTuple):
+    """The workspace between the kernels. A record is a chunk's of one value head."""
+
+    tiles: Any  # [192 records, 128]: kb, qg, kr
+    T: Any  # [128 records, 32], by quarters, transposed
+    P: Any  # the same
+    vec: Any  # [chunks, HV, VEC]
+    all_vecs: Any  # the same as [records, VEC]
+    done: Any  # [1]
+    S: Any  # [128 records, 128]
+    U: Any  # [64 records, 128]
+    dS: Any
+    dX: Any
+    factors: Any  # [records, FACTORS]
+
+
+def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+    """The tensors of the workspace."""
+    records, align = chunks * HV, gdn_bwd_abi.BACKWARD.alignment["workspace"]
+    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+
+    def part(name: str, t: Any, layout: Any) -> Any:
+        return cute.make_tensor(at_address(t, workspace + offsets[name], align), layout)
+
+    def rows(name: str, t: Any, count: int, columns: int) -> Any:
+        return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
+
+    squares = {name: rows(name, F16, SQUARE_BYTES // 64, 32) for name in ("T", "P")}
+    states = {name: rows(name, F16, STATE // 128, 128) for name in ("S", "dS")}
+    tokens = {name: rows(name, F16, 64, 128) for name in ("U", "dX")}
+    return Work(
+        tiles=rows("tiles", F16, 192, 128),
+        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
+        all_vecs=rows("vec", F32, 1, VEC),
+        done=part("done", I32, cute.make_layout(1)),
+        factors=rows("factors", F32, 1, FACTORS),
+        **squares,
+        **states,
+        **tokens,
+    )
 
 
 class Gradients(NamedTuple):
