@@ -24,13 +24,15 @@ from tests.ops.cute.test_gdn import Case, make
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
 
+ptx.compile_together("sm_90a", ("bwd_gdn_log", "bwd_gdn_softplus"))
+
 # Rounding to bf16 alone is 1.7e-3. The others are float32, of fp16 operands.
 TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.fromkeys(
     ("dA_log", "ddt_bias", "d_initial_state"), 2e-3
 )
 
 # (A call, the size of the gradients that come in)
-PACKED = Case((70, 0, 1), HV=2, beta="plain", numbers=torch.bfloat16), 1e-5
+PACKED = Case((40, 0, 1), HV=3, beta="plain", numbers=torch.bfloat16), 1e-5
 STEEP = Case((90,), gate="steep", beta="plain", is_packed=False), 1e4
 MORE = [
     (Case((130, 130), is_packed=False, H=2, HV=4, gate="log", beta="plain"), 1.0),
@@ -103,7 +105,7 @@ def interpreted(monkeypatch):
     return ptx.interpret(monkeypatch, gdn_bwd)
 
 
-@pytest.mark.parametrize(("case", "size"), [PACKED, STEEP, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
+@pytest.mark.parametrize(("case", "size"), [STEEP, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
 def test_interpreted(interpreted, case, size):
     assert is_right(case, size)
 
@@ -115,9 +117,9 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     assert is_right(*PACKED)
 
 
-def test_there_are_no_races(interpreted):
+def test_numbers_are_right_without_races(interpreted):
     interpreted("late", races=True)
-    assert is_right(Case((70,), HV=3, beta="plain"), 1.0)
+    assert is_right(*PACKED)
 
 
 def test_gradients_of_shared_keys_are_sums_over_their_value_heads(interpreted):
@@ -149,7 +151,7 @@ FAULTS = {
     **{f"no wait for tiles, {i}": ("late", without_wait(i)) for i in range(3)},
     **{f"no barrier, {i}": ("late", without(BLOCK_BARRIER, i)) for i in range(1, 9)},
 }
-QUICK = ("no wait for products, 2", "no wait for tiles, 1", "no barrier, 4")
+QUICK = ("no wait for products, 2", "no barrier, 4")
 
 
 @pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS if f not in QUICK)])
