@@ -48,7 +48,7 @@ def triton_is_interpreted() -> bool:
 
 
 def use_hopper_backward() -> bool:
-    """Whether the KDA backward in CuTe DSL may take calls, whose present form has not run on hardware (docs/kda-backward.md)."""
+    """Whether the backwards in CuTe DSL may take calls, whose present form has not run on hardware (docs/kda-backward.md)."""
     return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
 
 

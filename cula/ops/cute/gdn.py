@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. The backward is KDA's.
+"""Gated DeltaNet on the CuTe kernels: what they serve, and the launches. The gradient is `gdn_bwd.py`'s, where it serves a call,
+and otherwise another backend's.
 
 Hopper has a kernel of its own: `sm90/gdn.py` says what it computes, `gdn_abi.py` what it is given, and `gdn_schedule.py`
 how a call is spread over a GPU. Elsewhere, and where states inside of sequences are kept, KDA's kernels serve, with one gate a
@@ -24,9 +25,11 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
+from cula.ops.cute import gdn_bwd as backward
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
+from cula.ops.cute.gdn_bwd import gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -43,7 +46,6 @@ __all__ = [
     "how",
     "kernels",
     "pool_why_not",
-    "record_gdn_bwd",
     "record_gdn_decode",
     "record_gdn_fwd",
     "record_gdn_fwd_checkpoints",
@@ -62,7 +64,6 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 _kda_fwd, _record_kda_fwd = by_kda(kda.kda_fwd), by_kda(kda.record_kda_fwd)
 _kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.record_kda_fwd_pool)
-gdn_bwd, record_gdn_bwd = by_kda(kda.kda_bwd), by_kda(kda.record_kda_bwd)
 gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
 
 
@@ -75,7 +76,8 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     """Why the kernels do not serve a call on a GPU that they are for, as a sentence; None if they do."""
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
-    return kda.why_not(op, kda_problem(problem))
+    reason = kda.why_not("kda_fwd", kda_problem(problem))
+    return backward.why_not(problem) if reason is None and op == "gdn_bwd" else reason
 
 
 def pool_why_not(problem: GdnProblem) -> str | None:
@@ -96,6 +98,8 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, GdnProblem):
         return (decode.variant(problem),)
+    if op == "gdn_bwd":
+        return (backward.variant(problem),)
     if not is_own(problem):
         return kda.kernels("kda_fwd", kda_problem(problem), num_sms)
     return (variant(problem, make_schedule(problem, num_sms)),)

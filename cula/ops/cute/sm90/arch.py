@@ -12,7 +12,7 @@ HOPPER = Arch(
     modules={
         "kda": ("sm90.kda", "sm90.kda_fused", "sm90.kda_bwd"),
         "lightning": ("sm90.lightning",),
-        "gdn": ("sm90.gdn",),
+        "gdn": ("sm90.gdn", "sm90.gdn_bwd"),
         "decode": ("sm90.decode",),
     },
     serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "decode"),

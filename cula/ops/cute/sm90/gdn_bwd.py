@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward of Gated DeltaNet on Hopper: one host function, three launches.
+
+| kernel                             | a block for each                | makes                                                  |
+|------------------------------------|---------------------------------|--------------------------------------------------------|
+| `common/kda_intra.py`, as for KDA  | chunk, value head               | what the recurrences multiply with                     |
+| `kda_bwd_recurrence.py`, likewise  | direction, sequence, value head | S, U; dS, dX, dh0                                      |
+| `gdn_bwd_chunk.py`                 | chunk, key head                 | all other gradients, those of A_log, dt_bias in shares |
+
+KDA's kernels know one gate a head, for which they make what they make for one a channel.
+
+bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `gdn_bwd_abi.py`
+describes the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from cula.ops.cute import gdn_bwd_abi, kda_abi
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.kda import operands
+from cula.ops.cute.common.kda_intra import IntraScalars
+from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
+from cula.ops.cute.gdn_bwd_abi import SHARES
+from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
+from cula.ops.cute.kda_bwd_abi import FACTORS
+from cula.ops.cute.toolchain.variants import Variant
+
+from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
+from .kda_bwd import launch_intra, launch_walks
+from .kda_bwd_recurrence import WalkSizes
+
+
+class Work(NamedTuple):
+    """The workspace between the kernels. A record is a chunk's of one value head."""
+
+    tiles: Any  # [192 records, 128]: kb, qg, kr
+    T: Any  # [128 records, 32], by quarters, transposed
+    P: Any  # the same
+    vec: Any  # [chunks, HV, VEC]
+    all_vecs: Any  # the same as [records, VEC]
+    done: Any  # [1]
+    S: Any  # [128 records, 128]
+    U: Any  # [64 records, 128]
+    dS: Any
+    dX: Any
+    factors: Any  # [records, FACTORS]
+
+
+def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+    """The tensors of the workspace."""
+    records, align = chunks * HV, gdn_bwd_abi.BACKWARD.alignment["workspace"]
+    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+
+    def part(name: str, t: Any, layout: Any) -> Any:
+        return cute.make_tensor(at_address(t, workspace + offsets[name], align), layout)
+
+    def rows(name: str, t: Any, count: int, columns: int) -> Any:
+        return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
+
+    squares = {name: rows(name, F16, SQUARE_BYTES // 64, 32) for name in ("T", "P")}
+    states = {name: rows(name, F16, STATE // 128, 128) for name in ("S", "dS")}
+    tokens = {name: rows(name, F16, 64, 128) for name in ("U", "dX")}
+    return Work(
+        tiles=rows("tiles", F16, 192, 128),
+        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
+        all_vecs=rows("vec", F32, 1, VEC),
+        done=part("done", I32, cute.make_layout(1)),
+        factors=rows("factors", F32, 1, FACTORS),
+        **squares,
+        **states,
+        **tokens,
+    )
+
+
+class Gradients(NamedTuple):
+    """Addresses of what the last kernel writes."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dbeta: Any
+    shares: Any
+
+
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, chunks: Any) -> ChunkMemory:
+    """What threads of the last kernel read and write."""
+    align = gdn_bwd_abi.BACKWARD.alignment
+
+    def of_heads(name: str, address: Any, heads: Any) -> Any:
+        layout = cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
+        return cute.make_tensor(at_address(BF16, address, align[name]), layout)
+
+    by_token = cute.make_layout((T, HV), stride=(Int64(HV), 1))
+    of_chunks = cute.make_layout((chunks, HV, SHARES), stride=(HV * SHARES, SHARES, 1))
+    return ChunkMemory(
+        mVec=work.vec,
+        mFactors=work.factors,
+        mCu=x.cu,
+        mGate=x.gates.mGate,
+        mA=x.gates.mA,
+        mBias=x.gates.mBias,
+        mV=by_head(x.v),
+        mDq=of_heads("dq", made.dq, H),
+        mDk=of_heads("dk", made.dk, H),
+        mDv=of_heads("dv", made.dv, HV),
+        mDg=cute.make_tensor(at_address(F32, made.dg, align["dg"]), by_token),
+        mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
+        mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
+        mShares=cute.make_tensor(at_address(F32, made.shares, align["shares"]), of_chunks),
+    )
+
+
+@cute.jit
+def launch_chunks(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    grid: cutlass.Constexpr,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """All that is inside of chunks."""
+    lt, state, tokens = tile_layout(64, 128), tile_layout(128, 128, dtype=F16), tile_layout(64, 128, dtype=F16)
+    tma = ChunkTma(
+        q=tma_load(by_head(x.q), lt, (64, 128)),
+        k=tma_load(by_head(x.k), lt, (64, 128)),
+        do=tma_load(by_head(x.o), lt, (64, 128)),
+        S=tma_load(work.S, state, (128, 128)),
+        dS=tma_load(work.dS, state, (128, 128)),
+        U=tma_load(work.U, tokens, (64, 128)),
+        dX=tma_load(work.dX, tokens, (64, 128)),
+    )
+    chunk_kernel(tma, memory, scalars, chunk_mmas(), variant).launch(
+        grid=grid, block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+    )
+
+
+@cute.jit
+def backward_host(
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    do: Int64,
+    h0: Int64,
+    dht: Int64,
+    cu: Int64,
+    dq: Int64,
+    dk: Int64,
+    dv: Int64,
+    dg: Int64,
+    dbeta: Int64,
+    shares: Int64,
+    dh0: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    do_token: Int64,
+    do_head: Int64,
+    beta_token: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
+    scale: F32,
+    beta_top: F32,
+    beta_bits: I32,
+    has_h0: I32,
+    has_dht: I32,
+    has_dh0: I32,
+    length: I32,
+    halvings: I32,
+    chunks: I32,
+    stream,
+    variant: cutlass.Constexpr,
+):
+    """The arguments of `gdn_bwd_abi.BACKWARD`."""
+    x = operands(
+        kda_abi.SPLIT,
+        (q, k, v, g, beta, A_log, dt_bias, do, cu),
+        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
+        (T, N, H, HV),
+        variant,
+    )
+    work, group = work_at(workspace, chunks, HV), HV // H
+    spans, rows = chunks // N if length > 0 else chunks, N if length > 0 else I32(1)
+    of_intra = IntraScalars(scale, F32(0.0), beta_top, beta_bits)
+    launch_intra(work, x, of_intra, length, halvings, group, (HV, spans, rows), stream, variant)
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
+    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+    made = Gradients(dq, dk, dv, dg, dbeta, shares)
+    memory = chunk_memory(work, x, made, T, H, HV, chunks)
+    scalars = ChunkScalars(scale, beta_top, beta_bits, length, halvings, group)
+    launch_chunks(work, x, memory, scalars, (H, spans, rows), stream, variant)
+
+
+def variants() -> Iterator[Variant]:
+    for gate in ("softplus", "log"):
+        arguments = fake_arguments(gdn_bwd_abi.BACKWARD, backward_host, KdaVariant(F16, F32, gate, is_scalar=True))
+        uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
+        yield Variant(f"bwd_gdn_{gate}", backward_host, arguments, uses=uses)
