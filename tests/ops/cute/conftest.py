@@ -12,7 +12,7 @@ compile_together("sm_100a", BLACKWELL_KDA)
 compile_together("sm_100a", BLACKWELL_LIGHTNING)
 compile_together("sm_100a", BLACKWELL_DECODE)
 
-HOPPERS = ("test_gdn.py", "test_kda_bwd.py")
+HOPPERS = ("test_gdn.py", "test_gdn_bwd.py", "test_kda_bwd.py")
 
 
 def pytest_collection_modifyitems(items):
