@@ -76,7 +76,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     """Why the kernels do not serve a call on a GPU that they are for, as a sentence; None if they do."""
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
-    reason = kda.why_not("kda_fwd", kda_problem(problem))
+    reason = kda.why_not("kda_fwd", kda_problem(problem))  # the backward launches KDA's kernels, too
     return backward.why_not(problem) if reason is None and op == "gdn_bwd" else reason
 
 
