@@ -321,8 +321,13 @@ def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
 # The comparison at first use
 
 
+STEPS = tuple(f"decode_steps_{states}{suffix}" for states in ("f32", "bf16") for suffix in ("", "_scalar", "_lightning"))
+QUICK = (BLACKWELL_DECODE[1], BLACKWELL_DECODE[2], BLACKWELL_DECODE[4])
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if i in (1, 2, 4) else [pytest.mark.slow]) for i, name in enumerate(BLACKWELL_DECODE)]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*BLACKWELL_DECODE, *STEPS)],
 )
 def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
     error = lambda: self_check.worst_error(name, torch.device("cpu"), BLACKWELL_SM)
@@ -354,7 +359,10 @@ def test_blackwells_kernels_are_hoppers():
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 @pytest.mark.slow
 def test_one_code_serves_both_blackwells():
-    for name in [v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])]:
+    names = [v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])]
+    for arch in ("sm_100a", "sm_103a"):
+        ptx.compile_all(arch, names=names)  # in one process
+    for name in names:
         one, other = (ptx.compiled(name, arch).ptx for arch in ("sm_100a", "sm_103a"))
         assert one.replace(".target sm_100a", ".target sm_103a") == other, name
 
