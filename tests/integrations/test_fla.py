@@ -278,7 +278,7 @@ def test_packed_steps_of_a_generation(name, lengths, monkeypatch):
     from fla.ops.kda import fused_recurrent_kda
 
     decodes = []
-    for module in ("cula.kda.fla", "cula.gdn.fla"):
+    for module in ("cula.kda.fla", "cula.core.fla"):
         theirs = importlib.import_module(module).decode
         monkeypatch.setattr(f"{module}.decode", lambda *a, theirs=theirs, **kw: decodes.append(1) or theirs(*a, **kw))
     t = KdaCall(lens=lengths, K=32, V=64, scalar_gate=name == "gdn").tensors()
