@@ -68,16 +68,17 @@ class Attention(torch.autograd.Function):
 def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """(o, final state, what the backward wants saved), by a record where there is one. For autograd, which has gradients off."""
     name, replay = problem.family, FAMILIES[problem.family].replay
-    static_args, tensors = ("training", problem.options, choice.name), x + Serving()
-    done = NotImplemented if choice.shares_saved else replay.run(tensors, static_args)
+    static_args, tensors = ("training", problem.options, choice.name, choice.shares_saved), x + Serving()
+    done = replay.run(tensors, static_args)
     if done is not None and done is not NotImplemented:
         return *done, ()
     with running_on(x.q):
         result = choice.backend.load(name, f"{name}_fwd")(problem, x)
         make = choice.backend.find(name, f"record_{name}_fwd")
-        if done is NotImplemented and make is not None and not choice.shares_saved:
+        saved = result.saved if choice.shares_saved else ()
+        if done is NotImplemented and make is not None and not saved:  # a record makes outputs, and nothing to be saved
             replay.keep(tensors, static_args, lambda: make(problem, x, None))
-    return result.o, result.final_state, result.saved if choice.shares_saved else ()
+    return result.o, result.final_state, saved
 
 
 def _backward(problem: Problem, choice: Choice, x: Any, saved: Any, do: Tensor, dht: Tensor | None) -> Any:

@@ -9,9 +9,13 @@ from torch.library import opcheck
 
 import cula
 from cula.core import decode
+from cula.core.family import FAMILIES
+from cula.core.kernels import Forward
+from cula.core.operator import _forward
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY as KDA
 from cula.kda.problem import KdaDecodeInputs
+from cula.lightning.problem import LightningInputs
 from tests.support.calls import KdaCall, LightningCall
 
 KDA_FLAGS = "use_gate_in_kernel use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel output_final_state"
@@ -215,3 +219,22 @@ def test_second_derivatives_are_refused():
     (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shares_saved", "saved", "is_recorded"), [(False, (1,), True), (True, (), True), (True, (1,), False)], ids=str
+)
+def test_a_forward_is_recorded_unless_its_backward_reads_what_it_saves(monkeypatch, shares_saved, saved, is_recorded):
+    """A record makes outputs, and nothing to be saved."""
+    kept = []
+    replay = SimpleNamespace(
+        run=lambda tensors, static_args: NotImplemented, keep=lambda tensors, static_args, make: kept.append(make())
+    )
+    monkeypatch.setitem(FAMILIES, "lightning", SimpleNamespace(replay=replay))
+    x = LightningInputs(*(torch.zeros(1, 1, 1, 1) for _ in range(3)), decay=torch.zeros(1))
+    made = Forward(x.v, None, None, tuple(torch.ones(n) for n in saved))
+    load, find = lambda *names: lambda *given: made, lambda *names: lambda *given: "a record"
+    choice = SimpleNamespace(name="some", shares_saved=shares_saved, backend=SimpleNamespace(load=load, find=find))
+    _, _, handed_on = _forward(SimpleNamespace(family="lightning", options=()), choice, x)
+    assert handed_on == (made.saved if shares_saved else ())
+    assert kept == (["a record"] if is_recorded else [])
