@@ -4,7 +4,8 @@
 | name               | default    | meaning                                                                               |
 |--------------------|------------|---------------------------------------------------------------------------------------|
 | `CULA_CHECK`       | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
-| `CULA_HOPPER_BWD`  | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
+| `CULA_HOPPER_BWD`  | `0`        | `1` lets the Hopper backwards take calls: KDA's, which failed 3 of its checks on an   |
+|                    |            | H200, and Lightning's, which has never run on hardware                                |
 | `CULA_KERNEL_DIR`  |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_SELF_CHECK`  | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
 | `CULA_VLLM`        | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
@@ -38,7 +39,8 @@ def triton_is_interpreted() -> bool:
 
 
 def use_hopper_backward() -> bool:
-    """Whether the KDA backward in CuTe DSL may take calls, which is not right in every case yet (docs/kda-backward.md)."""
+    """Whether the backwards in CuTe DSL may take calls: KDA's, which is not right in every case yet (docs/kda-backward.md), and
+    Lightning's, which has never run on hardware (docs/lightning-hopper.md)."""
     return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
 
 

@@ -8,14 +8,21 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cula.ops.cute.common.tiles import BF16, I32, issue, seen_as_a, swapped
+from cula.ops.cute.common.tiles import BF16, F32, I32, issue, seen_as_a, swapped
 
-from .lightning_chunk import read_first_state, state_rows, weighed
-from .lightning_items import LANES, C, item_at, num_items, power
+from .lightning_chunk import ends_of, factors_of, read_first_state, seed_rows, weighed
+from .lightning_items import LANES, C, item_at, num_items
 
 
 @cute.jit
-def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states: cutlass.Constexpr, mmas: cutlass.Constexpr):
+def segment_ends(
+    work: cutlass.Constexpr,
+    ring,
+    tiles: cutlass.Constexpr,
+    states: cutlass.Constexpr,
+    scale: F32,
+    mmas: cutlass.Constexpr,
+):
     """A consumer's role: seeds[id + 1] <- what a segment leaves when it starts from zero; seeds[id of the first] <- the first
     state."""
     cfg, mSeeds, (_, mma_o, mma_s) = work.cfg, states.mSeeds, mmas
@@ -36,22 +43,21 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        decay, tokens, rows = item.decay, item.tokens, item.rows
-        if (item.place == 0) & (states.ends.has_h0 != 0):
+        tokens, rows, turn = item.tokens, item.rows, item.turn
+        if (item.place == 0) & (ends_of(states, turn).has_h0 != 0):
             read_first_state(accS, thr_s, states, item)
-            cute.autovec_copy(accS, state_rows(mSeeds, item.id, item.head, rows, thr_s))
+            cute.autovec_copy(accS, seed_rows(mSeeds, item.id, item.head, rows, thr_s))
         if tokens > 0:
             accS.fill(0.0)
-            f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
-            into_even, into_odd = power(decay, 7 - column), power(decay, 6 - column)
+            by = factors_of(item.decay, scale, column, turn)
             num_chunks = tokens // C
             rV = cute.make_rmem_tensor_like(like_o, BF16)
             ring.consumer_wait(ahead)
             cute.copy(load_v, tVs[None, None, None, ahead.index], load_v.retile(rV))
-            rW = weighed(rV, decay, I32(C), column, f8, into_even, into_odd)
+            rW = weighed(rV, I32(C), column, by, turn)
             ahead.advance()
             for chunk in cutlass.range(num_chunks, unroll=1):
-                accS.store(accS.load() * f_chunk)
+                accS.store(accS.load() * by.chunk)
                 issue(mma_s, accS, seen_as_a(rW), bK_swapped[None, None, None, behind.index], True)
                 # Meanwhile the next chunk's v; after the last one, that of some chunk, for nothing.
                 stage = behind.index
@@ -60,9 +66,9 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
                     stage = ahead.index
                     ahead.advance()
                 cute.copy(load_v, tVs[None, None, None, stage], load_v.retile(rV))
-                rN = weighed(rV, decay, I32(C), column, f8, into_even, into_odd)
+                rN = weighed(rV, I32(C), column, by, turn)
                 warpgroup.wait_group(0)
                 ring.consumer_release(behind)
                 behind.advance()
                 rW.store(rN.load())
-            cute.autovec_copy(accS, state_rows(mSeeds, item.id + 1, item.head, rows, thr_s))
+            cute.autovec_copy(accS, seed_rows(mSeeds, item.id + 1, item.head, rows, thr_s))
