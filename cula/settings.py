@@ -5,7 +5,7 @@
 |------------------------|------------|---------------------------------------------------------------------------------------|
 | `CULA_BATCH_INVARIANT` | `0`        | `1` is `batch_invariant=True` for every call                                          |
 | `CULA_CHECK`           | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
-| `CULA_HOPPER_BWD`      | `0`        | `1` lets the Hopper KDA backward take calls; it failed 3 of its checks on an H200     |
+| `CULA_HOPPER_BWD`      | `0`        | `1` lets the Hopper backwards take calls, whose present form never ran on hardware    |
 | `CULA_KERNEL_DIR`      |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_NVTX`            | `0`        | `1` puts a range around each call of level 1, for profilers; read on import           |
 | `CULA_SELF_CHECK`      | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
@@ -48,7 +48,8 @@ def triton_is_interpreted() -> bool:
 
 
 def use_hopper_backward() -> bool:
-    """Whether the backwards in CuTe DSL may take calls, whose present form has not run on hardware (docs/kda-backward.md)."""
+    """Whether the backwards in CuTe DSL may take calls, whose present form has not run on hardware
+    (docs/kda-backward.md, docs/gdn-backward.md, docs/lightning-hopper.md)."""
     return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
 
 
