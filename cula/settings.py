@@ -5,11 +5,10 @@
 |------------------------|------------|---------------------------------------------------------------------------------------|
 | `CULA_BATCH_INVARIANT` | `0`        | `1` is `batch_invariant=True` for every call                                          |
 | `CULA_CHECK`           | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
-| `CULA_HOPPER_BWD`      | `0`        | `1` lets the Hopper backwards take calls, whose present form never ran on hardware    |
 | `CULA_KERNEL_DIR`      |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_NVTX`            | `0`        | `1` puts a range around each call of level 1, for profilers; read on import           |
 | `CULA_SELF_CHECK`      | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
-| `CULA_UNPROVEN`        | `0`        | `1` lets Hopper kernels take calls that have not passed their checks on a GPU yet     |
+| `CULA_UNPROVEN`        | `0`        | `1` lets kernels take calls that were simulated and have not passed checks on a GPU   |
 | `CULA_VLLM`            | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
 | `CUTE_DSL_RUNTIME`     |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
 | `FLA_CULA`             | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
@@ -47,14 +46,9 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def use_hopper_backward() -> bool:
-    """Whether the backwards in CuTe DSL may take calls, whose present form has not run on hardware
-    (docs/kda-backward.md, docs/gdn-backward.md, docs/lightning-hopper.md)."""
-    return os.environ.get("CULA_HOPPER_BWD", "0") == "1"
-
-
 def use_unproven() -> bool:
-    """Whether Hopper kernels may take calls that have been simulated, but have not passed their checks on a GPU."""
+    """Whether kernels may take calls that have been simulated, but have not passed their checks on a GPU: the backwards of Hopper
+    (docs/kda-backward.md, docs/gdn-backward.md, docs/lightning-hopper.md) and decode token by token (docs/decode.md)."""
     return os.environ.get("CULA_UNPROVEN", "0") == "1"
 
 

@@ -36,8 +36,8 @@ TOKENS = ("q", "k", "v", "g", "beta", "do")
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
-    if not settings.use_hopper_backward():
-        return "has a backward whose present form has not run on hardware (docs/kda-backward.md): CULA_HOPPER_BWD=1 uses it"
+    if not settings.use_unproven():
+        return "has a backward whose present form has not run on hardware (docs/kda-backward.md): CULA_UNPROVEN=1 uses it"
     if not p.options.use_qk_l2norm_in_kernel:
         return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
     return None

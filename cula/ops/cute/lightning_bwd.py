@@ -40,8 +40,8 @@ class Gradients(NamedTuple):
 def why_not(problem: LightningProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
-    if not settings.use_hopper_backward():
-        return "has a backward that has never run on hardware (docs/lightning-hopper.md): CULA_HOPPER_BWD=1 uses it"
+    if not settings.use_unproven():
+        return "has a backward that has never run on hardware (docs/lightning-hopper.md): CULA_UNPROVEN=1 uses it"
     if "decay" in p.grads:
         return "has no kernel for the gradient of decay"
     if p.H != p.HV:

@@ -182,7 +182,7 @@ TRAINING = dataclasses.replace(call(Case((128,), HV=2))[0], needs_grad=True, dev
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     choice = choose("gdn_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
@@ -195,7 +195,7 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
     """Until it has run on hardware."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.delenv("CULA_HOPPER_BWD", raising=False)
+    monkeypatch.delenv("CULA_UNPROVEN", raising=False)
     choice = choose("gdn_bwd", TRAINING)
     assert choice.name == "triton"
     assert "never run on hardware" in dict(choice.passed_over)["cute_sm90"]

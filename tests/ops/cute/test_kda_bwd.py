@@ -203,7 +203,7 @@ TRAINING = dataclasses.replace(
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     choice = choose("kda_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
@@ -215,17 +215,17 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
     """Until all of the cases below have been right on hardware."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.delenv("CULA_HOPPER_BWD", raising=False)
+    monkeypatch.delenv("CULA_UNPROVEN", raising=False)
     choice = choose("kda_bwd", TRAINING)
     assert choice.name == "triton"
-    assert "CULA_HOPPER_BWD=1 uses it" in dict(choice.passed_over)["cute_sm90"]
+    assert "CULA_UNPROVEN=1 uses it" in dict(choice.passed_over)["cute_sm90"]
 
 
 @pytest.mark.parametrize("is_gdn", [False, True])
 def test_nothing_is_kept_for_it(monkeypatch, is_gdn):
     """So that a training step's forward is recorded as any other is."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     of_gdn = {name: value for name, value in vars(TRAINING).items() if name not in ("has_scalar_gate", "options")}
     options = GdnOptions(use_qk_l2norm_in_kernel=True)
     choice = choose_prefill(GdnProblem(**of_gdn, options=options) if is_gdn else TRAINING)
@@ -308,7 +308,7 @@ def test_on_a_gpu(kernels, case, size):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["kda", "kda, softplus", "kda, packed", "kda, segments"])
 def test_training_steps_by_record(kernels, monkeypatch, name):  # noqa: F811
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     test_training.test_steps_by_record_are_steps(name, "cute_sm90", monkeypatch)
 
 

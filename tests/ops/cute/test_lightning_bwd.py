@@ -195,7 +195,7 @@ TRAINING = dataclasses.replace(HOPPER, needs_grad=True, grads=("q", "k", "v"))
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     choice = choose("lightning_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
@@ -207,7 +207,7 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
     """Until it has run on hardware."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.delenv("CULA_HOPPER_BWD", raising=False)
+    monkeypatch.delenv("CULA_UNPROVEN", raising=False)
     choice = choose("lightning_bwd", TRAINING)
     assert choice.name == "triton"
     assert "never run on hardware" in dict(choice.passed_over)["cute_sm90"]
@@ -346,7 +346,7 @@ def test_long_and_repeatable(hopper, kernel, per_seq):
 
 @pytest.mark.gpu
 def test_the_public_call_has_this_backward_where_it_is_asked_for(hopper, monkeypatch):
-    monkeypatch.setenv("CULA_HOPPER_BWD", "1")
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
     tensors = make("d128", LightningCall(T=1000, B=2, H=8), "cuda")
     want = None
     for _ in range(3):  # the second and the third are recorded
