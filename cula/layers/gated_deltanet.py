@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cula.api import cula_decode, cula_gdn
-from cula.dist import cula_kda_cp
+from cula.dist import cula_gdn_cp
 from cula.layers.base import LinearAttention, new_A_log, new_dt_bias, value_head_dim
 from cula.layers.parallel import shared
 from cula.layers.parts import RMSNormGated
@@ -84,7 +84,7 @@ class GatedDeltaNet(LinearAttention):
         return cula_decode(q, k, v, states, mode="gdn", **gates)[0]
 
     def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, gates: Any) -> Tensor:
-        return cula_kda_cp(q, k, v, **gates, **self._cp())[0]  # a gate a head is a gate a channel that is the same in all
+        return cula_gdn_cp(q, k, v, **gates, **self._cp())[0]
 
     def _finish(self, o: Tensor, hidden_states: Tensor, x: Tensor) -> Tensor:
         weight = shared(self.o_norm.weight, self.tp_group)  # type: ignore[arg-type]
