@@ -26,9 +26,10 @@ PARTS = 4  # of the package's own kernels, for workers to share
 MANY = ("cula.ops.cute.sm90.kda_bwd",)  # modules with so many variants that most are for those who have time
 # Those of them that other tests simulate.
 SIMULATED = tuple(f"bwd_kda_f16_{kind}" for kind in ("gate_bf16", "softplus_bf16", "log_f32", "log_f32_scalar"))
-# One code serves both Blackwells, as another test shows: compiling it for the second one is for those who have time.
+# All of them take minutes: `make test-hopper` has those of Hopper, `make test-slow` the others too. What other tests simulate
+# compiles there.
 CASES = [
-    pytest.param(arch, others, (i, PARTS), id=f"{arch}-{i}", marks=[pytest.mark.slow] if arch != "sm_90a" else [])
+    pytest.param(arch, others, (i, PARTS), id=f"{arch}-{i}", marks=pytest.mark.slow)
     for arch, modules in MODULES.items()
     if (others := tuple(m for m in modules if m not in MANY))
     for i in range(PARTS)
@@ -82,6 +83,7 @@ def test_two_blocks_of_the_backward_fit_an_sm():
 
 
 @needs_dsl
+@pytest.mark.slow
 def test_one_code_serves_both_blackwells():
     """So what is shown of sm_100a holds for sm_103a."""
     one, other = (compiled(BLACKWELL_KDA[0], arch).ptx for arch in ("sm_100a", "sm_103a"))
