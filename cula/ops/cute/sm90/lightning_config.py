@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cula.core.constants import CHUNK
-from cula.ops.cute.common.lightning_items import FORWARD, Attention
 
 C = CHUNK  # tokens that the kernels take at once
 LANES = 64  # value channels of a warpgroup
@@ -24,9 +23,6 @@ class Config:
     registers: tuple[int, int]  # of a thread that loads, of one of a recurrence
     only_ends: bool = False  # the first pass over segments, not the recurrence
     chunk: int = C
-    inputs: tuple[str, ...] = ("q", "k", "v")
-    outputs: tuple[str, ...] = ("o",)  # of each attention
-    attentions: tuple[Attention, ...] = FORWARD
 
     @property
     def num_threads(self) -> int:

@@ -11,20 +11,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cula.ops.cute.common.lightning_items import at_attention, in_time, item_at, nth, num_items, power
+from cula.ops.cute.common.lightning_items import item_at, num_items, power
 from cula.ops.cute.common.lightning_states import read_first_state, read_seeds, write_last_state
 from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rounded, seen_as_a, swapped, tma_split
 
-from .lightning_chunk import (
-    clear_columns,
-    clear_rows,
-    decay_scores,
-    factors_of,
-    lag_factors,
-    our_rows,
-    times_powers,
-    weighed,
-)
+from .lightning_chunk import clear_columns, clear_rows, decay_outputs, decay_scores, lag_factors, our_rows, weighed
 from .lightning_config import LANES, C
 
 
@@ -65,6 +56,19 @@ class Fragments(NamedTuple):
     column: Any
 
 
+class Factors(NamedTuple):
+    """Powers of a head's f that a thread multiplies with."""
+
+    decay: Any  # -log2 f
+    lags: Any  # of P
+    f8: Any
+    chunk: Any  # of the state over a whole chunk
+    into_even: Any  # of V^T, this thread's last two columns
+    into_odd: Any
+    out_even: Any  # of O^T, its first two
+    out_odd: Any
+
+
 @cute.jit
 def fragments_of(cfg: cutlass.Constexpr, tiles: cutlass.Constexpr, mmas: cutlass.Constexpr, lanes: I32, thread: I32):
     """v^T comes in, and o^T leaves, as an accumulator lies; (st/ld)matrix turns the [token, channel] tiles round."""
@@ -90,6 +94,15 @@ def fragments_of(cfg: cutlass.Constexpr, tiles: cutlass.Constexpr, mmas: cutlass
 
 
 @cute.jit
+def factors_of(decay: F32, scale: F32, row: I32, column: I32):
+    lags = lag_factors(decay, scale, row, column)
+    f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
+    into_even, into_odd = power(decay, 7 - column), power(decay, 6 - column)
+    out_even, out_odd = power(decay, column + 1) * scale, power(decay, column + 2) * scale
+    return Factors(decay, lags, f8, f_chunk, into_even, into_odd, out_even, out_odd)
+
+
+@cute.jit
 def put_scores(f: cutlass.Constexpr, lags: cute.Tensor, now: I32):
     """P, decayed, to its buffer in shared memory."""
     decay_scores(f.accP, lags)
@@ -98,13 +111,13 @@ def put_scores(f: cutlass.Constexpr, lags: cute.Tensor, now: I32):
 
 
 @cute.jit
-def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, turn: cutlass.Constexpr, stage: I32, n: I32):
+def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, stage: I32, n: I32):
     """V^T of a chunk of n tokens, as it is and weighed for the state; the state is multiplied by f^n."""
     rV = cute.make_rmem_tensor_like(f.accO, BF16)
     cute.copy(f.load_v, f.tVs[None, None, None, stage], f.load_v.retile(rV))
     if n < C:
-        clear_columns(rV, n, f.column, turn)
-    rW = weighed(rV, n, f.column, by, turn)
+        clear_columns(rV, n, f.column)
+    rW = weighed(rV, by.decay, n, f.column, by.f8, by.into_even, by.into_odd)
     factor = by.chunk
     if n < C:
         factor = power(by.decay, n)
@@ -113,42 +126,30 @@ def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, turn: cutlass.Constex
 
 
 @cute.jit
-def chunks_of(m: cute.Tensor, item: cutlass.Constexpr):
-    """What a warpgroup writes of an output, [token, channel, chunk]: `nth` says where a chunk lies."""
-    return cute.local_tile(cute.domain_offset((item.row, 0), m[None, None, item.head]), (C, LANES), (None, item.rows))
-
-
-@cute.jit
-def store_by_tma(outputs: cutlass.Constexpr, sO: cute.Tensor, item: cutlass.Constexpr, buffer: I32, chunk: I32):
-    """A chunk of o to where this item's attention leaves it."""
-
-    def copy(i: int) -> None:
-        pO, gO = tma_split(outputs[i].tma, sO, chunks_of(outputs[i].gO, item))
-        cute.copy(outputs[i].tma, pO[None, buffer], gO[None, nth(item.turn, chunk)])
-
-    at_attention(item.turn, len(outputs), copy)
-    cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def store_by_threads(
-    outputs: cutlass.Constexpr, sO: cute.Tensor, item: cutlass.Constexpr, buffer: I32, chunk: I32, n: I32, thread: I32
+def store_last_chunk(
+    sO: cute.Tensor,
+    o_rows: cute.Tensor,
+    by_tma: cutlass.Constexpr,
+    buffer: I32,
+    chunk: I32,
+    n: I32,
+    is_storing: cutlass.Boolean,
+    thread: I32,
 ):
-    """The same of a chunk of fewer tokens, predicated: TMA would clip at the tensor's ends only."""
-    rows = lambda i: chunks_of(outputs[i].mO, item)[None, None, nth(item.turn, chunk)]
-    at_attention(item.turn, len(outputs), lambda i: copy_rows(sO[None, None, buffer], rows(i), item.turn, n, thread))
-
-
-@cute.jit
-def copy_rows(tile: cute.Tensor, to: cute.Tensor, turn: cutlass.Constexpr, n: I32, thread: I32):
-    """The rows of n tokens."""
-    for p in cutlass.range_constexpr(C // 16):
-        r = p * 16 + thread // 8
-        if in_time(turn, r, C - 1) < n:
-            cute.autovec_copy(
-                cute.local_tile(tile, (1, 8), (r, thread % 8)),
-                cute.local_tile(to, (1, 8), (r, thread % 8)),
-            )
+    """A whole chunk by TMA, fewer tokens by predicated stores: TMA would clip at T only."""
+    if n == C:
+        if is_storing:
+            atom, pO, gO = by_tma
+            cute.copy(atom, pO[None, buffer], gO[None, chunk])
+            cute.arch.cp_async_bulk_commit_group()
+    else:
+        for p in cutlass.range_constexpr(C // 16):
+            r = p * 16 + thread // 8
+            if r < n:
+                cute.autovec_copy(
+                    cute.local_tile(sO[None, None, buffer], (1, 8), (r, thread % 8)),
+                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (r, thread % 8)),
+                )
 
 
 @cute.jit
@@ -156,14 +157,14 @@ def recurrence(
     work: cutlass.Constexpr,
     ring,
     tiles: cutlass.Constexpr,
-    outputs: cutlass.Constexpr,
+    output: cutlass.Constexpr,
     states: cutlass.Constexpr,
     scale: F32,
     mmas: cutlass.Constexpr,
 ):
     """A consumer's role."""
     cfg, sK, sO, segment = work.cfg, tiles.sK, tiles.sO, work.sizes.segment
-    mma_p, mma_o, mma_s = mmas
+    tma_o, (mma_p, mma_o, mma_s) = output.tma, mmas
     thread, _, _ = cute.arch.thread_idx()
     lanes = cute.arch.make_warp_uniform(thread // 128) - 1  # which 64 channels of the block are ours
     thread = thread % 128
@@ -178,13 +179,16 @@ def recurrence(
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        turn, ours_of = item.turn, our_rows(f.thr_s, item.rows)
+        rows, ours_of = item.rows, our_rows(f.thr_s, item.rows)
         if segment == 0:
             read_first_state(f.accS, ours_of, states, item)
         else:
             read_seeds(f.accS, ours_of, states, item, segment)
-        by = factors_of(item.decay, scale, f.column, turn)
-        lags = lag_factors(item.decay, scale, f.row, f.column, turn)
+        by = factors_of(item.decay, scale, f.row, f.column)
+        at = (item.begin + item.start, 0)
+        gO = cute.local_tile(cute.domain_offset(at, output.gO[None, None, item.head]), (C, LANES), (None, rows))
+        pO, gO = tma_split(tma_o, sO, gO)
+        o_rows = cute.local_tile(cute.domain_offset(at, output.mO[None, None, item.head]), (C, LANES), (None, rows))
 
         # No wgmma may start or end in a branch: the compiler would wait after each. So P is made even for no tokens, and
         # once more after the last chunk, of whatever is there.
@@ -194,7 +198,7 @@ def recurrence(
         if num_chunks > 0:
             ring.consumer_wait(ahead)
             if tokens < C:
-                clear_rows(sK[None, None, stage], tokens, thread, turn)
+                clear_rows(sK[None, None, stage], tokens, thread)
                 ours.arrive_and_wait()
             ahead.advance()
         issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
@@ -206,16 +210,17 @@ def recurrence(
             issue(mma_o, f.accO, seen_as_a(rounded(f.accS)), f.bQ[None, None, None, behind.index], False)
 
             warpgroup.wait_group(1)  # P
-            put_scores(f, lags, now)
+            put_scores(f, by.lags, now)
             if is_storing:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # this chunk's buffer of O is free again
             ours.arrive_and_wait()
             if is_storing & (chunk > 0):
-                store_by_tma(outputs, sO, item, other, chunk - 1)
-            rV, rW = values_of(f, by, turn, behind.index, n)
+                cute.copy(tma_o, pO[None, other], gO[None, chunk - 1])
+                cute.arch.cp_async_bulk_commit_group()
+            rV, rW = values_of(f, by, behind.index, n)
 
             warpgroup.wait_group(0)  # O
-            times_powers(f.accO, by.leaving, by.eights)
+            decay_outputs(f.accO, by.out_even, by.out_odd, by.f8)
             issue(mma_o, f.accO, seen_as_a(rV), f.bP[None, None, None, now], True)
             issue(mma_s, f.accS, seen_as_a(rW), f.bK_swapped[None, None, None, behind.index], True)
             stage = behind.index
@@ -224,7 +229,7 @@ def recurrence(
                 ring.consumer_wait(ahead)
                 stage = ahead.index
                 if left < C:
-                    clear_rows(sK[None, None, stage], left, thread, turn)
+                    clear_rows(sK[None, None, stage], left, thread)
                     ours.arrive_and_wait()
                 ahead.advance()
             issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
@@ -242,11 +247,7 @@ def recurrence(
             ours.arrive_and_wait()
             last = 4 * lanes + 1 - now
             n = tokens - (num_chunks - 1) * C
-            if n == C:
-                if is_storing:
-                    store_by_tma(outputs, sO, item, last, num_chunks - 1)
-            else:
-                store_by_threads(outputs, sO, item, last, num_chunks - 1, n, thread)
+            store_last_chunk(sO, o_rows, (tma_o, pO, gO), last, num_chunks - 1, n, is_storing, thread)
         write_last_state(lambda: f.accS, ours_of, states, item, tokens)
     if is_storing:
         cute.arch.cp_async_bulk_wait_group(0)
