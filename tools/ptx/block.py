@@ -163,11 +163,6 @@ class Block:
     def has_ended(self):
         return all(place == DONE for place in self.place)
 
-    def thread_places(self):
-        """Where each thread stands."""
-        lanes = [np.full(32, place) if place is not None else self.lane_places[w] for w, place in enumerate(self.place)]
-        return np.concatenate(lanes)
-
     def step(self, place, first, end):
         """Take warps `first` to `end`, which all have lanes at `place`, through the segment or instruction there."""
         mask = None

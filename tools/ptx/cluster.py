@@ -101,36 +101,39 @@ class Cluster:
 
 
 class ClusterBarrier:
-    """barrier.cluster: a thread's wait is over when all others have arrived as often as it has, or ended."""
+    """barrier.cluster: a warp's wait is over when all others have arrived as often as it has, or ended."""
 
     def __init__(self, blocks):
         self.blocks = blocks
 
     def start(self):
-        self.arrivals = np.zeros((len(self.blocks), self.blocks[0].threads), int)
-        self.waits = np.zeros_like(self.arrivals)
+        self.arrivals = [[0] * block.warps for block in self.blocks]
+        self.waits = [[0] * block.warps for block in self.blocks]
         self.clocks = {}  # what those that come to a round know, by its number
 
     def execute(self, block, i, warp, lanes):
         """A warp arrives, or waits."""
         if not lanes.all():
             raise SimulationError(f"{i.text} in divergent code")
-        own = block.rank, slice(32 * warp, 32 * warp + 32)
+        arrivals, waits = self.arrivals[block.rank], self.waits[block.rank]
         arrives = i.parts[2] == "arrive"
-        if (self.arrivals[own] - self.waits[own] != (0 if arrives else 1)).any():
+        if arrivals[warp] - waits[warp] != (0 if arrives else 1):
             raise SimulationError(f"{i.text}: arrive and wait must take turns")
         if arrives:
-            self.arrivals[own] += 1
+            arrivals[warp] += 1
             if block.races is not None:
-                clock = self.clocks.setdefault(self.arrivals[own][0], block.races.new_clock())
+                clock = self.clocks.setdefault(arrivals[warp], block.races.new_clock())
                 block.races.release(block, warp, i.place, clock)
             block.cluster.progress += 1
             return None
-        self.waits[own] += 1
-        count = self.waits[own][0]
+        waits[warp] += 1
+        count = waits[warp]
         return Wait(lambda: self.is_complete(count), clock=lambda: self.clocks[count])
 
     def is_complete(self, count):
-        """Whether every thread has arrived so often, or has ended."""
-        late = self.arrivals < count
-        return not late.any() or all(np.all(b.thread_places()[late[b.rank]] == DONE) for b in self.blocks)
+        """Whether every warp has arrived so often, or has ended."""
+        return all(
+            arrived >= count or place == DONE
+            for block, arrivals in zip(self.blocks, self.arrivals)
+            for arrived, place in zip(arrivals, block.place)
+        )

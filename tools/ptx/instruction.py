@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX instructions and their operands, and the tables of types and registers."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Instruction:
         if self.parts[0] == "bra":  # whose operand is a label
             self.reads, self.writes = {predicate} if predicate else set(), set()
             return
-        has_result = bool(args) and not isinstance(args[0], Address) and not self.starts(*NO_RESULT)
+        has_result = bool(args) and not isinstance(args[0], Address) and makes_result(op)
         self.writes = registers_in(args[0]) if has_result else set()
         self.reads = set().union({predicate} if predicate else set(), *(registers_in(a) for a in args[has_result:]))
 
@@ -88,17 +89,27 @@ def begins(op, name):
     return op == name or op.startswith((name + ".", name + "::"))
 
 
+@functools.cache
+def makes_result(op):
+    """Whether the first operand of an opcode is written."""
+    return not any(begins(op, name) for name in NO_RESULT)
+
+
 def registers_in(operand):
     """The names of the registers that an operand holds."""
     if isinstance(operand, Address):
         operand = " ".join((operand.base, *operand.coordinates))
     elif isinstance(operand, Vector):
         operand = " ".join(operand.items)
-    return {name for name in REGISTER.findall(operand) if name not in SPECIAL_REGISTERS}
+    if "%" not in operand:
+        return set()
+    return set(REGISTER.findall(operand)) - SPECIAL_REGISTERS
 
 
 def parse_operands(text):
     """Operands apart, at the commas that are not in braces or brackets."""
+    if "{" not in text and "[" not in text:
+        return [operand.strip() for operand in text.split(",") if operand.strip()]
     found, depth, current = [], 0, ""
     for character in text:
         depth += (character in "{[") - (character in "}]")

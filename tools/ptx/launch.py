@@ -12,7 +12,7 @@ from tools.ptx.program import Program
 from tools.ptx.values import CLUSTER_BLOCKS, SMEM_BYTES, SimulationError, Unsupported
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # of tens of megabytes each; a call of a backend launches a few
 def prepared(ptx, kernel, size=None, cluster=(1, 1, 1)):
     """The parsed program and the blocks of a cluster to run it in; translated code stays with them."""
     program = Program(ptx, kernel, size)

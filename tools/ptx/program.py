@@ -58,7 +58,7 @@ class Program:
         if "cluster" in head[3]:
             raise Unsupported("a kernel that says itself how large its clusters are: the DSL leaves it to the launch")
         self.registers, self.count = {}, dict.fromkeys("UDHP", 0)
-        self.constants, self.environment = {}, dict(operations.ENVIRONMENT)
+        self.environment = dict(operations.ENVIRONMENT)
         self.code, self.labels = [], {}
         self.read(ptx[head.end() : ptx.rindex("}", head.end(), end)])
         self.joins = set(self.labels.values())
@@ -168,8 +168,8 @@ class Program:
         return int(text, 0)
 
     def constant(self, view, value):
-        """The name under which generated code finds a constant."""
-        name = self.constants.setdefault((view, value), f"c{len(self.constants)}")
+        """The name under which generated code finds a constant: the same in every program."""
+        name = f"{view}_{value}".replace("-", "minus_")
         if name not in self.environment:
             if view == "P":
                 self.environment[name] = np.bool_(value != 0)
@@ -220,10 +220,16 @@ class Program:
         body = "\n ".join(lines)
         views = [view for view in ALL_VIEWS if re.search(rf"(?<![\w.'\"]){view}\[", body)]
         source = "def segment(v, m):\n " + "".join(f"{view}=v.{view};" for view in views) + f"\n {body}\n"
-        exec(compile(source, f"<{self.name[:40]} {start}>", "exec"), self.environment)
+        exec(byte_code(source, f"<{self.name[:40]} {start}>"), self.environment)
         writes = sorted({self.registers[name] for i in instructions for name in i.writes})
         is_collective = any(i.parts[0] in COLLECTIVES for i in instructions)
         return Segment(self.environment.pop("segment"), end, writes, instructions, is_collective)
+
+
+@functools.lru_cache(maxsize=8192)
+def byte_code(source, name):
+    """Python compiled, once for a kernel and all that edits leave as it was."""
+    return compile(source, name, "exec")
 
 
 def parameters(text):

@@ -3,26 +3,40 @@
 
 import numpy as np
 
-from tools.ptx.values import F32, S16, S32, S64, U16, U32
+from tools.ptx.values import F32, S16, S32, S64, U16, U32, U64
+
+# The rows of each view: those of a register file, all words of them or every other one, as numbers of a kind.
+ROWS = {
+    "U": ("U", U32, slice(None)), "S": ("U", S32, slice(None)), "F": ("U", F32, slice(None)),
+    "U0": ("U", U16, slice(0, None, 2)), "U1": ("U", U16, slice(1, None, 2)),
+    "D": ("D", U64, slice(None)), "L": ("D", S64, slice(None)), "DF": ("D", F32, slice(None)),
+    "D0": ("D", U32, slice(0, None, 2)), "D1": ("D", U32, slice(1, None, 2)),
+    "H": ("H", U16, slice(None)), "G": ("H", S16, slice(None)), "P": ("P", bool, slice(None)),
+}  # fmt: skip
+
+
+class Rows(dict):
+    """Registers of a file seen in one way, by number. A row is made when it is first asked for: of thousands of registers most
+    are seen in one way, and by few of the warps."""
+
+    def __init__(self, file, lanes, dtype, words):
+        super().__init__()
+        self.file, self.lanes, self.dtype, self.words = file, lanes, dtype, words
+
+    def __missing__(self, number):
+        row = self[number] = self.file[number, self.lanes].view(self.dtype)[self.words]
+        return row
 
 
 class Views:
-    """Rows of a block's register files for warps `first` to `end`, one list for each way of looking at them."""
+    """The registers of warps `first` to `end` of a block, one `Rows` for each way of looking at them."""
 
     def __init__(self, block, first, end):
         self.block, self.start, self.stop = block, 32 * first, 32 * end
         self.threads = self.stop - self.start
         lanes = slice(self.start, self.stop)
-        files = block.registers
-        self.U = [row[lanes] for row in files["U"]]
-        self.S, self.F = [row.view(S32) for row in self.U], [row.view(F32) for row in self.U]
-        self.D = [row[lanes] for row in files["D"]]
-        self.L, self.DF = [row.view(S64) for row in self.D], [row.view(F32) for row in self.D]
-        self.H = [row[lanes] for row in files["H"]]
-        self.G = [row.view(S16) for row in self.H]
-        self.P = [row[lanes] for row in files["P"]]
-        self.D0, self.D1 = [row.view(U32)[0::2] for row in self.D], [row.view(U32)[1::2] for row in self.D]
-        self.U0, self.U1 = [row.view(U16)[0::2] for row in self.U], [row.view(U16)[1::2] for row in self.U]
+        for view, (file, dtype, words) in ROWS.items():
+            setattr(self, view, Rows(block.registers[file], lanes, dtype, words))
         t = np.arange(self.start, self.stop, dtype=U32)
         x, y, _ = (U32(n) for n in block.program.block)
         self.special = {"%tid.x": t % x, "%tid.y": t // x % y, "%tid.z": t // (x * y), "%laneid": t % U32(32)}
