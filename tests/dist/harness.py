@@ -26,26 +26,34 @@ TIMEOUT = timedelta(seconds=90)  # a loaded machine may start one process well a
 Cases = dict[str, Callable[[int, int], Any]]
 
 
-def run_cases(module: str, world: int, timeout: timedelta = TIMEOUT, backend: str = "gloo") -> dict[str, list[dict[str, Any]]]:
+def run_cases(*modules: str, world: int, timeout: timedelta = TIMEOUT, backend: str = "gloo") -> dict[str, list[dict[str, Any]]]:
     """name -> for each rank {"error": text or None, "value": what the case returned, "seconds": ...}."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, folder, module, timeout.total_seconds(), backend)
+        arguments = (world, folder, modules, timeout.total_seconds(), backend)
         with contextlib.suppress(mp.ProcessExitedException):  # what a lost rank had to say is in the files
             mp.start_processes(_worker, arguments, nprocs=world, join=True, start_method="spawn")
         files = [Path(folder, f"rank{rank}.json") for rank in range(world)]
         ranks = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    names = importlib.import_module(module).cases(world)
-    return {name: [r.get(name, {"error": "did not run", "value": None}) for r in ranks] for name in names}
+    return {name: [r.get(name, {"error": "did not run", "value": None}) for r in ranks] for name in cases_of(modules, world)}
 
 
-def _worker(rank: int, world: int, folder: str, module: str, timeout: float, backend: str) -> None:
+def cases_of(modules: tuple[str, ...], world: int) -> Cases:
+    """Those of all modules, whose names are different."""
+    cases: Cases = {}
+    for module in modules:
+        more = importlib.import_module(module).cases(world)
+        assert cases.keys().isdisjoint(more), f"{module} has a case of a name that is taken"
+        cases |= more
+    return cases
+
+
+def _worker(rank: int, world: int, folder: str, modules: tuple[str, ...], timeout: float, backend: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     results: dict[str, dict[str, Any]] = {}
-    cases: Cases = importlib.import_module(module).cases(world)
-    for name, function in cases.items():
+    for name, function in cases_of(modules, world).items():
         started = time.monotonic()
         error, value = None, None
         try:

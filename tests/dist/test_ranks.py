@@ -6,6 +6,7 @@ The calls are in `*_cases.py`; here they are started, two and four processes at 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import time
@@ -22,14 +23,13 @@ from tests.dist.problems import Spec, check_cp
 from tests.support.once import once_a_run
 
 WORLDS = (2, 4)
-_results: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+MODULES = ("tests.dist.cp_cases", "tests.dist.tp_cases", "tests.dist.fault_cases")
 
 
-def results_of(module: str, world: int) -> dict[str, list[dict[str, Any]]]:
-    """Run a module's cases once a session."""
-    if (module, world) not in _results:
-        _results[module, world] = once_a_run(f"{module}-{world}", lambda: run_cases(f"tests.dist.{module}", world))
-    return _results[module, world]
+@functools.cache
+def results_of(world: int) -> dict[str, list[dict[str, Any]]]:
+    """All cases, run once a session by one group of processes: to start these takes longer than most of them."""
+    return once_a_run(f"ranks-{world}", lambda: run_cases(*MODULES, world=world))
 
 
 def all_cases(module: str) -> list[tuple[int, str]]:
@@ -38,17 +38,17 @@ def all_cases(module: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(("world", "name"), all_cases("cp_cases"))
 def test_context_parallel(world, name):
-    assert_passed(results_of("cp_cases", world), name)
+    assert_passed(results_of(world), name)
 
 
 @pytest.mark.parametrize(("world", "name"), all_cases("tp_cases"))
 def test_tensor_parallel_and_hybrid(world, name):
-    assert_passed(results_of("tp_cases", world), name)
+    assert_passed(results_of(world), name)
 
 
 @pytest.mark.parametrize(("world", "name"), all_cases("fault_cases"))
 def test_faults(world, name):
-    results = results_of("fault_cases", world)
+    results = results_of(world)
     assert_passed(results, name)
     values = [r["value"] for r in results[name]]
     if name == "bad-sizes":

@@ -161,7 +161,7 @@ def test_a_cache_of_other_sequences_is_refused_and_left_alone():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return once_a_run("layers-2", lambda: run_cases("tests.layers.parallel_cases", 2))
+    return once_a_run("layers-2", lambda: run_cases("tests.layers.parallel_cases", world=2))
 
 
 @pytest.mark.parametrize("name", parallel_cases.cases(2))

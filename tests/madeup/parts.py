@@ -122,7 +122,7 @@ def bench():
 def ranks():
     from tests.dist.harness import assert_passed, run_cases
 
-    results = run_cases("tests.madeup.cp_cases", 2)
+    results = run_cases("tests.madeup.cp_cases", world=2)
     for name in results:
         assert_passed(results, name)
 
