@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile, for one architecture, the kernels of the calls that dispatch sends to Triton; print reports as JSON.
 
-    python -m tests.ops.triton.compile_variants 90 0
+    python -m tests.ops.triton.compile_variants 90 first 0
 
 A process of its own, because the interpreter that the other tests use and the compiler cannot share one.
 """
@@ -64,8 +64,8 @@ DECODE = {
     "bf16 60 by 100, four tokens": (FULL.with_(T=4, B=4, K=60, V=100), FP32),
 }
 
-# Elsewhere than on Hopper, where the kernels are tuned, the calls that decide whether a tile fits: ptxas is what takes time.
-FEWER = (
+# The calls that decide whether a tile fits; ptxas is what takes time. The others are for Hopper, where the kernels are tuned.
+FIRST = (
     "bf16 128",
     "bf16 128, any gate",
     "bf16 256",
@@ -77,13 +77,13 @@ FEWER = (
 )
 
 
-def compile_all(arch: int, part: int) -> list[dict]:
-    """Every other call, from the `part`-th on: two processes share an architecture."""
+def compile_all(arch: int, which: str, part: int) -> list[dict]:
+    """Every other one of the first calls, or of the others, from the `part`-th on: two processes share them."""
     sm = (arch // 10, arch % 10)
     reports: list[dict] = []
 
     def wanted(calls: dict) -> dict:
-        names = [name for name in calls if name in FEWER or arch == 90]
+        names = [name for name in calls if (name in FIRST) == (which == "first")]
         return {name: calls[name] for name in names[part::2]}
 
     def record(what: str, run) -> None:
@@ -111,9 +111,9 @@ def compile_all(arch: int, part: int) -> list[dict]:
         record(f"kda backward, {name}", lambda p=problem, x=x, s=saved, do=do, dht=dht: kda.kda_bwd(p, x, s, do, dht))
     # few heads, many chunks: segments and their scan
     problem, x = check_kda(KdaInputs(**FULL.with_(T=8192, H=1, HV=1).tensors()), KdaOptions(**FULL.switches()))
-    if part == 0:
+    if which == "first" and part == 0:
         record("kda segments, bf16 128", lambda: kda.kda_fwd(replace(problem, sm=sm), x))
-    else:
+    elif which == "first":
         record("kda transition, bf16 128", lambda: kda.kda_transition(replace(problem, sm=sm), x))
     for name, call in wanted(LIGHTNING).items():
         p, y = check_lightning(LightningInputs(**call.tensors()), LightningOptions(output_final_state=True))
@@ -133,4 +133,4 @@ def compile_all(arch: int, part: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    json.dump(compile_all(int(sys.argv[1]), int(sys.argv[2])), sys.stdout)
+    json.dump(compile_all(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])), sys.stdout)
