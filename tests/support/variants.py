@@ -1,10 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of CuTe kernels that more than one test file names."""
+"""Variants of CuTe kernels that more than one test file names.
 
-# The variants of Blackwell's KDA kernels that tests run: between them they have every type and flag.
-BLACKWELL_KDA = tuple(f"kda_{kind}" for kind in (
-    "f16_gate_bf16", "f16_log_f32", "bf16_gate_f32", "bf16_safe_bf16", "f16_softplus_bf16", "f16_gate_bf16_scalar",
+Compiling one takes seconds, so the quick tests share a few. A case that takes another of the large kernels is slow.
+"""
+
+# Of KDA's forward on Hopper: between them every kind of gate, one a head or a channel, and both kinds of operands.
+HOPPER_KDA = tuple(f"kda_{kind}" for kind in (
+    "f16_gate_bf16", "f16_log_f32", "f16_softplus_bf16", "f16_gate_bf16_scalar", "bf16_gate_bf16",
 ))  # fmt: skip
+HOPPER_FUSED_KDA = tuple(f"fused_kda_{kind}" for kind in ("f16_gate_bf16", "f16_log_bf16", "f16_gate_bf16_scalar"))
+# Of its backward, which is the largest: gates of channels, and one a head.
+HOPPER_KDA_BWD = ("bwd_kda_f16_gate_bf16", "bwd_kda_f16_log_f32_scalar")
+HOPPER_GDN = ("gdn_f16_whole", "gdn_f16_half", "gdn_bf16_half")
+HOPPER_GDN_BWD = ("bwd_gdn_log", "bwd_gdn_softplus")
+HOPPER_LIGHTNING = tuple(f"lightning_{ends}{shape}" for ends in ("", "ends_") for shape in ("d128", "d128_half", "d64"))
+
+# All of decode on Hopper.
+HOPPER_DECODE = tuple(f"decode_{kind}" for kind in (
+    "1_bf16", "1_bf16_scalar", "1_bf16_lightning", "2_bf16", "2_bf16_tall", "4_bf16", "4_bf16_tall", "8_bf16", "8_bf16_lightning",
+    *(f"{tokens}_f32{shape}" for tokens in (2, 4, 8) for shape in ("", "_lightning", "_wide", "_wide_lightning")),
+))  # fmt: skip
+DECODE_STEPS = tuple(f"decode_steps_{states}{kind}" for states in ("f32", "bf16") for kind in ("", "_scalar", "_lightning"))
+
+# Of KDA's on Blackwell those that the quick tests run; with the others every type and flag.
+BLACKWELL_KDA = ("kda_f16_gate_bf16", "kda_bf16_gate_f32")
+MORE_BLACKWELL_KDA = ("kda_f16_log_f32", "kda_bf16_safe_bf16", "kda_f16_softplus_bf16", "kda_f16_gate_bf16_scalar")
 
 # Of Blackwell's decode kernels one of each kind.
 BLACKWELL_DECODE = ("decode_1_bf16", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")

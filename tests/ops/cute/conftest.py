@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blackwell's kernels of a family are compiled in one process, by whichever test first needs one of them, and so are those of
-decode. What Hopper alone has kernels for is not run on other GPUs."""
+"""Kernels of a family are compiled in one process, by whichever test first needs one of them: the DSL takes longer to start than
+a small kernel to compile. What Hopper alone has kernels for is not run on other GPUs."""
 
 import pytest
 import torch
 
-from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA, BLACKWELL_LIGHTNING
+from tests.support import variants
 from tools.ptx import compile_together
 
-compile_together("sm_100a", BLACKWELL_KDA)
-compile_together("sm_100a", BLACKWELL_LIGHTNING)
-compile_together("sm_100a", BLACKWELL_DECODE)
+for arch, groups in {
+    "sm_90a": (
+        variants.HOPPER_KDA, variants.HOPPER_FUSED_KDA, variants.HOPPER_KDA_BWD, variants.HOPPER_GDN, variants.HOPPER_GDN_BWD,
+        variants.HOPPER_LIGHTNING, variants.HOPPER_DECODE, variants.DECODE_STEPS,
+    ),
+    "sm_100a": (
+        variants.BLACKWELL_KDA, variants.MORE_BLACKWELL_KDA, variants.BLACKWELL_LIGHTNING, variants.BLACKWELL_DECODE,
+        variants.DECODE_STEPS,
+    ),
+}.items():  # fmt: skip
+    for names in groups:
+        compile_together(arch, names)
 
 HOPPERS = ("test_gdn.py", "test_gdn_bwd.py", "test_kda_bwd.py")
 

@@ -8,7 +8,7 @@ import pytest
 
 from cula.ops.cute.toolchain import build
 from cula.ops.cute.toolchain.variants import MODULES
-from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA
+from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA, HOPPER_KDA_BWD, MORE_BLACKWELL_KDA
 from tools.ptx import compile_all, compiled
 from tools.ptx.simulate import text_folder
 from tools.sass.scoreboards import NONE, Instruction, instructions, work_before
@@ -24,8 +24,6 @@ BLACKWELL_STACK = {"kda_bf16": 64}  # since their recurrence takes slots of pool
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
 PARTS = 4  # of the package's own kernels, for workers to share
 MANY = ("cula.ops.cute.sm90.kda_bwd",)  # modules with so many variants that most are for those who have time
-# Those of them that other tests simulate.
-SIMULATED = tuple(f"bwd_kda_f16_{kind}" for kind in ("gate_bf16", "softplus_bf16", "log_f32", "log_f32_scalar"))
 # All of them take minutes: `make test-hopper` has those of Hopper, `make test-slow` the others too. What other tests simulate
 # compiles there.
 CASES = [
@@ -70,14 +68,14 @@ def test_kernels_compile_and_fit(arch, modules, part):
 
 @needs_dsl
 def test_those_of_many_that_are_simulated_fit():
-    wrong = {facts.name: found for facts in compile_all("sm_90a", names=SIMULATED) if (found := complaints(facts))}
+    wrong = {facts.name: found for facts in compile_all("sm_90a", names=HOPPER_KDA_BWD) if (found := complaints(facts))}
     assert not wrong
 
 
 @needs_dsl
 def test_two_blocks_of_the_backward_fit_an_sm():
     """Of the kernel inside of chunks, by 64 bytes: an SM has 228 KB, of which a block costs 1 KB more than it asks for."""
-    constants = [int(n) for n in re.findall(r"constant\((\d+) : i64\)", compiled(SIMULATED[0], "sm_90a").host)]
+    constants = [int(n) for n in re.findall(r"constant\((\d+) : i64\)", compiled(HOPPER_KDA_BWD[0], "sm_90a").host)]
     (asked_for,) = [n for n in constants if 110_000 < n < 120_000]  # others ask for less, or more
     assert 2 * (-(-asked_for // 128) * 128 + 1024) <= 228 * 1024
 
@@ -152,7 +150,7 @@ def test_shared_scoreboards_are_noticed():
 
 
 @needs_dsl
-@pytest.mark.parametrize("name", BLACKWELL_KDA)
+@pytest.mark.parametrize("name", [*BLACKWELL_KDA, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE_BLACKWELL_KDA)])
 def test_blackwells_kernels_wait_before_they_touch_memory(name):
     assert accesses_before_waiting(compiled(name, "sm_100a").ptx) == []
 

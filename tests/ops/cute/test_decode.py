@@ -27,7 +27,7 @@ from cula.ops.cute.toolchain import build, loader, self_check, variants
 from cula.reference import relative_error
 from tests.support.abi import swapped
 from tests.support.replay import replay, replay_on_cpu, stand_in
-from tests.support.variants import BLACKWELL_DECODE
+from tests.support.variants import BLACKWELL_DECODE, DECODE_STEPS, HOPPER_DECODE
 from tools import ptx
 from tools.ptx import copies
 
@@ -294,7 +294,7 @@ def test_only_slots_of_the_pool_are_asked_for(interpreted, monkeypatch, slot, is
     assert bool(asked) == is_asked
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", ["first", pytest.param("last", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case", [Case(is_wide=True), Case(T=4, pool=BF16), Case(T=8), Case(T=4, mode="lightning", is_wide=True)], ids=str
 )
@@ -321,13 +321,12 @@ def test_a_missing_wait_for_the_tokens_is_noticed(interpreted, pool):
 # The comparison at first use
 
 
-STEPS = tuple(f"decode_steps_{states}{suffix}" for states in ("f32", "bf16") for suffix in ("", "_scalar", "_lightning"))
 QUICK = (BLACKWELL_DECODE[1], BLACKWELL_DECODE[2], BLACKWELL_DECODE[4])
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*BLACKWELL_DECODE, *STEPS)],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*BLACKWELL_DECODE, *DECODE_STEPS)],
 )
 def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
     error = lambda: self_check.worst_error(name, torch.device("cpu"), BLACKWELL_SM)
@@ -342,7 +341,8 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 def test_cases_take_every_variant():
     taken = {kernel_of(case, make(case, "cpu")[0]) for case in CASES}
-    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"]) if "_steps_" not in v.name}
+    assert taken == set(HOPPER_DECODE)
+    assert {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])} == {*HOPPER_DECODE, *DECODE_STEPS}
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))

@@ -23,7 +23,9 @@ from cula.reference import relative_error
 from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.support.orders import in_each_order
 from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.variants import HOPPER_KDA_BWD
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, without, without_wait
 
@@ -137,7 +139,14 @@ def interpreted(monkeypatch):
     return ptx.interpret(monkeypatch, kda_bwd)
 
 
-@pytest.mark.parametrize(("case", "size"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        pytest.param(case, size, marks=[] if f"bwd_{case.kernel}" in HOPPER_KDA_BWD else [pytest.mark.slow])
+        for case, size in CASES
+    ],
+    ids=str,
+)
 def test_interpreted(interpreted, case, size):
     assert is_right(case, size)
 
@@ -153,7 +162,7 @@ def test_interpreted_with_other_gates(interpreted, case, size):
     assert is_right(case, size)
 
 
-@pytest.mark.parametrize("order", ["early", "first", "last"])
+@in_each_order
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     interpreted(order)
     assert is_right(*ALIKE)

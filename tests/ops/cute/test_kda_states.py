@@ -33,6 +33,7 @@ from tests.ops.cute.test_kda import (  # noqa: F401  (fixtures)
     launched,
     make,
 )
+from tests.support.orders import in_each_order
 
 D, CHUNK = 128, 64
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -240,7 +241,7 @@ def test_checkpoints_beyond_the_buffer_are_dropped(interpreted):  # noqa: F811
     assert bool(memory[:3].isfinite().all()) and bool(memory[3].isnan().all())
 
 
-@pytest.mark.parametrize("order", ["early", "first", "last"])
+@in_each_order
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order):  # noqa: F811
     """(Not for SERVED[4]: a block that waits for transitions of its own spins, and `first` runs no other warp meanwhile.)"""
     interpreted(order)
