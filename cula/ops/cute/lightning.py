@@ -26,6 +26,7 @@ from cula.ops.cute import decode
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as lightning_decode
 from cula.ops.cute.decode import record_decode as record_lightning_decode
+from cula.ops.cute.decode import yields_to
 from cula.ops.cute.launch import record
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_schedule import Schedule, choose_schedule
@@ -43,8 +44,8 @@ __all__ = [
     "record_lightning_fwd",
     "record_lightning_fwd_pool",
     "run",
-    "variant",
     "why_not",
+    "yields_to",
 ]
 
 HEAD_DIMS = (64, 128)
@@ -58,11 +59,6 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     if problem.K != problem.V or problem.K not in HEAD_DIMS:
         return f"takes head dims K = V of {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
     return None
-
-
-def variant(problem: LightningProblem) -> str:
-    """The kernel whose agreement with torch stands for all that a call may launch, where kernels have not run on hardware."""
-    return f"lightning_d{problem.V}"
 
 
 @functools.lru_cache(maxsize=1024)
