@@ -48,7 +48,7 @@ def triton_is_interpreted() -> bool:
 
 def use_unproven() -> bool:
     """Whether kernels may take calls that have been simulated, but have not passed their checks on a GPU: the backwards of Hopper
-    (docs/kda-backward.md, docs/gdn-backward.md) and decode token by token (docs/decode.md)."""
+    (docs/kda-backward.md, docs/gdn-backward.md, docs/lightning-hopper.md) and decode token by token (docs/decode.md)."""
     return os.environ.get("CULA_UNPROVEN", "0") == "1"
 
 

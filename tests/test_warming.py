@@ -60,6 +60,7 @@ def test_a_gradient_that_is_asked_for_by_a_setting_is_compiled_too(monkeypatch):
     assert not [name for name in kernels("kimi-k3", 8, train=True) if "bwd" in name]
     monkeypatch.setenv("CULA_UNPROVEN", "1")
     assert [name for name in kernels("kimi-k3", 8, train=True) if "bwd" in name]
+    assert "lightning_bwd_d128" in kernels("minimax", train=True)
 
 
 def test_names_are_found_by_their_beginnings():
