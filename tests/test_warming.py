@@ -60,6 +60,7 @@ def test_the_kernels_of_a_model():
 def test_gradients_are_compiled_where_they_are_asked_for():
     assert not [name for name in kernels("kimi-k3", 8) if "bwd" in name]
     assert [name for name in kernels("kimi-k3", 8, train=True) if "bwd" in name]
+    assert "bwd_lightning_d128" in kernels("minimax", train=True)
 
 
 def test_names_are_found_by_their_beginnings():
