@@ -29,7 +29,7 @@ CALLS = (
     Call((130, 33), is_packed=True, H=1, HV=2, per_segment=0, is_slow=True, has_state=True, beta=torch.bfloat16),
 )
 LONG = (
-    Call((1500, 1, 700, 2300), is_packed=True, H=4, HV=8, per_segment=0, is_slow=False, has_state=True),
+    Call((1500, 0, 1, 700, 2300), is_packed=True, H=4, HV=8, per_segment=0, is_slow=False, has_state=True),
     Call((4096, 4096), is_packed=False, H=8, HV=8, per_segment=0, is_slow=True, has_state=True),
 )
 OF_LIGHTNING = (
