@@ -7,8 +7,8 @@
 | `CULA_CHECK`           | `0`        | `1` reads values back and checks them: offsets, slot indices, gate signs, NaN and Inf |
 | `CULA_KERNEL_DIR`      |            | what `python -m cula.compile` made: CuTe kernels come from there and nowhere else     |
 | `CULA_NVTX`            | `0`        | `1` puts a range around each call of level 1, for profilers; read on import           |
-| `CULA_SELF_CHECK`      | `1`        | `0` uses kernels that never ran on hardware without first comparing them with torch   |
-| `CULA_UNPROVEN`        | `0`        | `1` lets kernels take calls that were simulated and have not passed checks on a GPU   |
+| `CULA_SELF_CHECK`      | `1`        | kernels that never ran on hardware: `1` compares them with torch at their first use   |
+|                        |            | on a machine, `0` uses them without, `decline` does not use them                      |
 | `CULA_VLLM`            | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
 | `CUTE_DSL_RUNTIME`     |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
 | `FLA_CULA`             | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
@@ -16,12 +16,12 @@
 | `XDG_CACHE_HOME`       | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables but `CULA_NVTX` are read when they are needed, so a test or a debugging session may set them at any time.
-None of them changes a result, but for `CULA_UNPROVEN`, and `CULA_BATCH_INVARIANT` in its last bits.
+None of them changes a result, but for its last bits.
 """
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Asked on every call: the mapping behind os.environ answers ten times faster where a variable is not set.
 _environ: Any = getattr(os.environ, "_data", os.environ)
@@ -46,21 +46,19 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def use_unproven() -> bool:
-    """Whether kernels may take calls that have been simulated, but have not passed their checks on a GPU: the backwards of Hopper
-    (docs/kda-backward.md, docs/gdn-backward.md) and decode token by token (docs/decode.md)."""
-    return os.environ.get("CULA_UNPROVEN", "0") == "1"
-
-
 def kernel_dir() -> Path | None:
     """The folder of kernels compiled ahead of time that `CULA_KERNEL_DIR` names."""
     named = os.environ.get("CULA_KERNEL_DIR")
     return Path(named) if named else None
 
 
-def self_check() -> bool:
-    """Whether kernels that have never run on hardware are compared with the torch backend at their first use on a machine."""
-    return os.environ.get("CULA_SELF_CHECK", "1") != "0"
+def self_check() -> Literal["1", "0", "decline"]:
+    """What becomes of kernels that have never run on hardware: compared with the torch backend at their first use on a machine,
+    used without that, or not used."""
+    named = os.environ.get("CULA_SELF_CHECK", "1")
+    if named not in ("1", "0", "decline"):
+        raise ValueError(f"CULA_SELF_CHECK is 1, 0 or decline; got {named!r}")
+    return named  # type: ignore[return-value]  # mypy does not narrow a str by a tuple
 
 
 def nvtx() -> bool:

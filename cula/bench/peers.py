@@ -233,7 +233,7 @@ class CudnnFrontend(Peer):
 class FlashKda(Peer):
     name, title = "flashkda", "FlashKDA"
     module, package = "flash_kda", "flash_kda"
-    install = "build from github.com/MoonshotAI/FlashKDA"
+    install = "built from its sources by tools/flashkda.py"
 
     def why_not(self, case: Case) -> str | None:
         if case.op != "kda_prefill" or case.has("scalar"):

@@ -2,7 +2,8 @@
 """Which kernels serve a call: an ordered list of backends, and the reason why each one passed over was.
 
 A backend says itself what it serves: `why_not` of its `Backend` for all of its kernels, `why_not` of a kernel module for those
-of a family. `choose` asks them once a call, and the `Choice` travels down to the launch.
+of a family. A kernel module may also have `yields_to`: calls that it takes, and that another backend runs better as far as
+anybody has measured. `choose` asks them once a call, and the `Choice` travels down to the launch.
 """
 
 from __future__ import annotations
@@ -71,9 +72,21 @@ class Backend:
         if reason is None:
             of_kernel = self.find(problem.family, "why_not")
             reason = None if of_kernel is None else of_kernel(op, problem)
+        if reason is None and not is_forced:
+            reason = self._yields(op, problem)
         if reason is None and self.self_check is not None:
             reason = self.self_check(op, problem, may_run)
         return reason
+
+    def _yields(self, op: str, problem: AnyProblem) -> str | None:
+        """Why a call that it takes goes to another backend, which takes it too; None if it keeps it."""
+        of_kernel = self.find(problem.family, "yields_to")
+        found = None if of_kernel is None else of_kernel(op, problem)
+        if found is None:
+            return None
+        name, reason = found
+        other = next((b for b in BACKENDS if b.name == name), None)
+        return reason if other is not None and other.objection(op, problem, may_run=False) is None else None
 
     def find(self, family: str, name: str) -> Callable[..., Any] | None:
         """A function of its module for a family; None where it has none."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+ALL = ("*",)  # kernels
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,12 @@ class Arch:
     serves: tuple[str, ...]  # what dispatch offers it: families' prefills by name, "decode"
     summary: str  # one line for `python -m cula`
     num_sms: tuple[int, ...]  # of its GPUs: what `python -m cula warmup` compiles for where there is none
-    has_run: bool  # the kernels have run on hardware; where they have not, they check themselves at first use
+    new: tuple[str, ...]  # names of kernels without a recorded run on hardware, as patterns: these check themselves at first use
     kda: KdaTraits
+
+    def is_new(self, kernel: str) -> bool:
+        """Whether nobody has recorded that a kernel ran on hardware, and was right."""
+        return any(fnmatchcase(kernel, pattern) for pattern in self.new)
 
     @property
     def kernel_modules(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from cula.core.checks import word
 from cula.core.dispatch import AnyProblem, Backend
 from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
-from cula.ops.cute.arch import Arch
+from cula.ops.cute.arch import ALL, Arch
 from cula.ops.cute.archs import ARCHS
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import loader
@@ -43,11 +43,17 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     reason = loader.missing(arch.targets[problem.sm])
     if reason is None and may_run:
         reason = _uncompiled(arch.targets[problem.sm], op, problem)
-    if reason is not None or arch.has_run:
+    if reason is not None or (name := _new_kernel(arch, op, problem)) is None:
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
 
-    return checking.objection(problem, may_run)
+    return checking.objection(name, problem.sm, may_run)
+
+
+def _new_kernel(arch: Arch, op: str, problem: AnyProblem) -> str | None:
+    """The kernel whose agreement with torch stands for all that a call launches, the last of them; None where it has run."""
+    name = kernels(op, problem, _num_sms(problem) or arch.num_sms[-1])[-1]
+    return name if arch.is_new(name) else None
 
 
 def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
@@ -57,9 +63,9 @@ def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
 
 
 def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
-    """Whether there are kernels for a call, wherever they are to come from."""
+    """Whether there are kernels that are used for a call, wherever they are to come from."""
     module = importlib.import_module(f"cula.ops.cute.{problem.family}")
-    return why_not(arch, op, problem) is None and module.why_not(op, problem) is None
+    return why_not(arch, op, problem) is None and module.why_not(op, problem) is module.yields_to(op, problem) is None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,11 +86,13 @@ def _num_sms(problem: AnyProblem) -> int | None:
     return torch.cuda.get_device_properties(gpu).multi_processor_count
 
 
-def how(op: str, problem: AnyProblem) -> str | None:
+def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
     problem = _of_kernels(problem)
+    if _new_kernel(arch, op, problem) is not None and arch.new != ALL:  # otherwise its summary says it
+        return "by a kernel that never ran on hardware: it is compared with torch at its first use on a machine"
     num_sms = _num_sms(problem)
-    if not isinstance(problem, (KdaProblem, GdnProblem)) or num_sms is None:
+    if op.endswith("_bwd") or not isinstance(problem, (KdaProblem, GdnProblem)) or num_sms is None:
         return None
     from cula.ops.cute import gdn, kda  # see above
 
@@ -108,7 +116,7 @@ def backend_of(arch: Arch) -> Backend:
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",
         keeps=False,
-        how=how,
+        how=functools.partial(how, arch),
         self_check=functools.partial(self_check, arch),
     )
 

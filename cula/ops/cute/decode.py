@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import settings
 from cula.core.problem import DecodeProblem
 from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
@@ -50,9 +49,12 @@ def is_kda(problem: DecodeProblem) -> bool:
 def goes_by_steps(problem: DecodeProblem) -> bool:
     """Whether a call's tokens meet the state one after another: where states are kept, where rows may differ in length, and a
     single token that meets a float32 state."""
+    return goes_by_drafts(problem) or (problem.T == 1 and problem.pool_dtype == torch.float32)
+
+
+def goes_by_drafts(problem: DecodeProblem) -> bool:
+    """Whether a call's states are kept after each token, or its rows may differ in length."""
     p = problem
-    if p.T == 1 and p.pool_dtype == torch.float32:
-        return True
     return p.is_ragged or p.has_token_indices or p.has_accepted or p.has_intermediate_states
 
 
@@ -62,9 +64,6 @@ def why_not(op: str, problem: Any) -> str | None:
     if p.K != 128 or p.V != 128:
         return f"takes K = V = 128, and this call has K = {p.K}, V = {p.V}"
     if goes_by_steps(p):
-        if not settings.use_unproven():
-            what = "one token on float32 states" if p.T == 1 else "draft tokens and ragged rows"
-            return f"has kernels for {what} that never ran on hardware: CULA_UNPROVEN=1 tries them"
         if p.kept_dtype not in (None, p.pool_dtype):
             return "takes intermediate_states in the dtype of the pool"
         if not p.has_aligned_kept:
@@ -80,6 +79,14 @@ def why_not(op: str, problem: Any) -> str | None:
         return "reads 16 bytes at a time, and slots of the pool do not begin at multiples of that"
     if p.N >= 2**16 or p.HV >= 2**16:
         return "takes fewer than 2^16 rows and value heads a call"
+    return None
+
+
+def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
+    """(Backend, why) of calls that the kernels take, and another backend runs better as far as anybody has measured."""
+    p = problem
+    if isinstance(p, DecodeProblem) and p.T == 1 and p.pool_dtype == torch.float32 and not goes_by_drafts(p):
+        return "triton", "leaves one token on float32 states to triton, which is at the speed of the memory: its own is not timed"
     return None
 
 

@@ -28,6 +28,7 @@ from cula.ops.cute import decode, kda
 from cula.ops.cute import gdn_bwd as backward
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
+from cula.ops.cute.decode import yields_to
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
 from cula.ops.cute.gdn_bwd import gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
@@ -53,6 +54,7 @@ __all__ = [
     "run",
     "variant",
     "why_not",
+    "yields_to",
 ]
 
 ARCH, HOPPER = "sm_90a", (9, 0)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import settings
 from cula.core.constants import CHUNK
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
@@ -28,8 +27,6 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 def why_not(problem: GdnProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
-    if not settings.use_unproven():
-        return "has a backward that has never run on hardware (docs/gdn-backward.md): CULA_UNPROVEN=1 uses it"
     if not problem.options.use_qk_l2norm_in_kernel:
         return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
     return None

@@ -30,6 +30,7 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
+from cula.ops.cute.decode import yields_to
 from cula.ops.cute.kda_abi import K, Kept, V, beta_top
 from cula.ops.cute.kda_bwd import kda_bwd, record_kda_bwd
 from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, how, schedule_on, variant
@@ -58,6 +59,7 @@ __all__ = [
     "run",
     "variant",
     "why_not",
+    "yields_to",
 ]
 
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
@@ -91,7 +93,7 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, KdaProblem):
         return (decode.variant(problem),)
-    return (backward.name_of(problem) if op.endswith("_bwd") else _name(problem, make_schedule(problem, num_sms)),)
+    return (backward.variant(problem) if op.endswith("_bwd") else _name(problem, make_schedule(problem, num_sms)),)
 
 
 def _name(problem: KdaProblem, schedule: Schedule) -> str:

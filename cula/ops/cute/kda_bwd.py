@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula import settings
 from cula.core.constants import CHUNK
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import prefill_labels, resized
@@ -25,7 +24,8 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
 from cula.ops.cute.kda_bwd_abi import BACKWARD, workspace_bytes
-from cula.ops.cute.kda_schedule import are_too_many, variant
+from cula.ops.cute.kda_schedule import are_too_many
+from cula.ops.cute.kda_schedule import variant as forward_variant
 from cula.ops.cute.launch import Source, record
 from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
@@ -36,8 +36,6 @@ TOKENS = ("q", "k", "v", "g", "beta", "do")
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
     p = problem
-    if not settings.use_unproven():
-        return "has a backward whose present form has not run on hardware (docs/kda-backward.md): CULA_UNPROVEN=1 uses it"
     if not p.options.use_qk_l2norm_in_kernel:
         return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
     return None
@@ -151,13 +149,13 @@ def _contiguous(*shape: int, dtype: torch.dtype = torch.float32) -> Form:
     return shape, tuple(strides[::-1]), dtype
 
 
-def name_of(problem: KdaProblem) -> str:
-    """Of the kernels that a call launches."""
-    return f"bwd_{variant(problem)}"
+def variant(problem: KdaProblem) -> str:
+    """The name of the kernels."""
+    return f"bwd_{forward_variant(problem)}"
 
 
 def _kernel(p: KdaProblem) -> Any:
-    return load(name_of(p), target_of(p.sm))
+    return load(variant(p), target_of(p.sm))
 
 
 def _abi(p: KdaProblem) -> Abi:

@@ -2,7 +2,8 @@
 """Lightning Attention on the CuTe kernels: what they serve, and the launches.
 
 `common/lightning.py` and each architecture's `lightning.py` say what the kernels compute, `lightning_abi.py` what they are given,
-`lightning_schedule.py` which of them takes a call. Forward only: the gradient is another backend's.
+`lightning_schedule.py` which of them takes a call. The gradient is that of
+`lightning_bwd.py`, where it serves a call, and otherwise another backend's.
 """
 
 from __future__ import annotations
@@ -23,28 +24,33 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute import decode
+from cula.ops.cute import lightning_bwd as backward
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as lightning_decode
 from cula.ops.cute.decode import record_decode as record_lightning_decode
+from cula.ops.cute.decode import yields_to
 from cula.ops.cute.launch import record
 from cula.ops.cute.lightning_abi import LIGHTNING
-from cula.ops.cute.lightning_schedule import Schedule, choose_schedule
+from cula.ops.cute.lightning_bwd import lightning_bwd, record_lightning_bwd
+from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, choose_schedule
 from cula.ops.cute.states import pool_why_not, state_numbers, state_sources, state_tensors
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
     "kernels",
+    "lightning_bwd",
     "lightning_decode",
     "lightning_fwd",
     "lightning_fwd_pool",
     "pool_why_not",
+    "record_lightning_bwd",
     "record_lightning_decode",
     "record_lightning_fwd",
     "record_lightning_fwd_pool",
     "run",
-    "variant",
     "why_not",
+    "yields_to",
 ]
 
 HEAD_DIMS = (64, 128)
@@ -57,12 +63,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return decode.why_not(op, problem)
     if problem.K != problem.V or problem.K not in HEAD_DIMS:
         return f"takes head dims K = V of {HEAD_DIMS}, and this call has K = {problem.K}, V = {problem.V}"
-    return None
-
-
-def variant(problem: LightningProblem) -> str:
-    """The kernel whose agreement with torch stands for all that a call may launch, where kernels have not run on hardware."""
-    return f"lightning_d{problem.V}"
+    return backward.why_not(problem) if op == "lightning_bwd" else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,6 +186,8 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, LightningProblem):
         return (decode.variant(problem),)
+    if op == "lightning_bwd":
+        return backward.names(choose_schedule(problem, num_sms, BACKWARD))
     return _names(choose_schedule(problem, num_sms))
 
 

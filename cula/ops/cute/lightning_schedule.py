@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's prefill: which kernel takes a call, and into how many segments sequences are split.
+"""Lightning's prefill and its backward: which kernel takes a call, and into how many segments sequences are split.
 
 Where (sequence, head) pairs are too few to fill the GPU, sequences are split into segments that run side by side. That costs a
 first pass over k and v, and each segment reads what the ones before it left (`common/lightning.py`).
@@ -24,6 +24,19 @@ class Schedule:
     per_seq: int  # segments of every sequence, where all are of one length
     num_ids: int  # segments in all, or sequences
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A forward or a backward: what all of its launches have in common."""
+
+    attentions: int  # of the recurrence, side by side
+    states: int  # that the first pass over segments makes
+    splits_v: bool  # has kernels that give a head to several blocks
+
+
+FORWARD = Direction(attentions=1, states=1, splits_v=True)
+BACKWARD = Direction(attentions=3, states=2, splits_v=False)
 
 
 @dataclass(frozen=True)
@@ -59,26 +72,26 @@ SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SHORTEST_SEGMENT = 4 * CHUNK  # tokens
 
 
-def choose_schedule(problem: LightningProblem, num_sms: int) -> Schedule:
+def choose_schedule(problem: LightningProblem, num_sms: int, of: Direction = FORWARD) -> Schedule:
     """The cheapest kernel and number of segments, by the times above and sizes the host knows. Batch-invariant calls have the
     kernel and the length of segments that one sequence alone would have."""
     p = problem
     if p.options.batch_invariant:
-        of_one = choose_schedule(p.alone(), num_sms)
-        return split_into(p, of_one.kernel, of_one.segment, num_sms)
+        of_one = choose_schedule(p.alone(), num_sms, of)
+        return split_into(p, of_one.kernel, of_one.segment, num_sms, of)
     # Packed lengths are not known here: as if all were alike.
     chunks = max(1, -(-(p.T // max(1, p.N) if p.is_packed else p.T) // CHUNK))
-    kernel, per_seq = _cheapest(arch_of(p.sm).name, p.N, p.HV, p.V, chunks * CHUNK, num_sms)
-    return make_schedule(problem, kernel, per_seq, num_sms)
+    kernel, per_seq = _cheapest(of, arch_of(p.sm).name, p.N, p.HV, p.V, chunks * CHUNK, num_sms)
+    return make_schedule(problem, kernel, per_seq, num_sms, of)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest(arch: str, N: int, HV: int, V: int, tokens: int, num_sms: int) -> tuple[str, int]:
+def _cheapest(of: Direction, arch: str, N: int, HV: int, V: int, tokens: int, num_sms: int) -> tuple[str, int]:
     """The kernel, and the number of segments to a sequence. Kept, because lengths change at every call and chunks seldom."""
     options = [
-        (_cost(kernel, N, HV, tokens, per_seq, num_sms), kernel.name, per_seq)
+        (_cost(of, kernel, N * HV, tokens, per_seq, num_sms), kernel.name, per_seq)
         for kernel in KERNELS[arch]
-        if kernel.D == V
+        if kernel.D == V and (of.splits_v or kernel.blocks_of_v == 1)
         for per_seq in SEGMENT_COUNTS
         if per_seq == 1 or tokens >= per_seq * SHORTEST_SEGMENT
     ]
@@ -86,14 +99,14 @@ def _cheapest(arch: str, N: int, HV: int, V: int, tokens: int, num_sms: int) -> 
     return name, per_seq
 
 
-def make_schedule(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int) -> Schedule:
+def make_schedule(problem: LightningProblem, kernel: str, per_seq: int, num_sms: int, of: Direction = FORWARD) -> Schedule:
     """The schedule of a kernel with about `per_seq` segments to a sequence."""
     # Packed: a length that splits a sequence of the mean length so; a longer one is split into more.
     tokens, chunk = problem.T // problem.N if problem.is_packed else problem.T, _kernel_of(problem, kernel).chunk
-    return split_into(problem, kernel, 0 if per_seq == 1 else -(-tokens // (per_seq * chunk)) * chunk, num_sms)
+    return split_into(problem, kernel, 0 if per_seq == 1 else -(-tokens // (per_seq * chunk)) * chunk, num_sms, of)
 
 
-def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: int) -> Schedule:
+def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: int, of: Direction = FORWARD) -> Schedule:
     """The schedule of a kernel with segments of so many tokens, or 0 for whole sequences."""
     N, T, per_seq = problem.N, problem.T, 1
     if problem.is_packed:
@@ -101,7 +114,7 @@ def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: in
     else:
         per_seq = -(-T // segment) if segment else 1
         num_ids = N * per_seq
-    blocks = num_ids * problem.HV * _kernel_of(problem, kernel).blocks_of_v
+    blocks = num_ids * problem.HV * _kernel_of(problem, kernel).blocks_of_v * of.attentions
     return Schedule(kernel, segment, per_seq, num_ids, min(blocks, num_sms))
 
 
@@ -109,15 +122,16 @@ def _kernel_of(problem: LightningProblem, name: str) -> Kernel:
     return next(k for k in KERNELS[arch_of(problem.sm).name] if k.name == name)
 
 
-def _cost(kernel: Kernel, N: int, HV: int, tokens: int, per_seq: int, num_sms: int) -> float:
-    """Microseconds."""
-    heads, chunks = N * HV, -(-tokens // kernel.chunk)
-    items = heads * per_seq * kernel.blocks_of_v
-    waves, length = -(-items // num_sms), -(-chunks // per_seq)
-    bytes_of_chunk = kernel.chunk * kernel.D * 2
-    recurrence = max(waves * (ITEM_US + length * kernel.chunk_us), heads * chunks * 4 * bytes_of_chunk / kernel.bytes_per_us)
+def _cost(of: Direction, kernel: Kernel, heads: int, tokens: int, per_seq: int, num_sms: int) -> float:
+    """Microseconds, for so many heads of all sequences."""
+    chunks, states = -(-tokens // kernel.chunk), heads * per_seq * kernel.blocks_of_v
+    waves, length = -(-states * of.attentions // num_sms), -(-chunks // per_seq)
+    bytes_of_heads = heads * chunks * kernel.chunk * kernel.D * 2
+    loads_us = of.attentions * 4 * bytes_of_heads / kernel.bytes_per_us
+    recurrence = max(waves * (ITEM_US + length * kernel.chunk_us), loads_us)
     if per_seq == 1:
         return recurrence
     share = (per_seq - 1) / per_seq
-    ends = max(waves * length * kernel.ends_us, heads * chunks * share * 2 * bytes_of_chunk / kernel.bytes_per_us)
+    waves = -(-states * of.states // num_sms)
+    ends = max(waves * length * kernel.ends_us, of.states * share * 2 * bytes_of_heads / kernel.bytes_per_us)
     return recurrence + ends + kernel.launch_us + (per_seq - 1) * kernel.seed_us

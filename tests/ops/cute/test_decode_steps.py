@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from cula.core import dispatch
 from cula.core.decode import describe_decode
-from cula.core.dispatch import choose
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.kda.problem import KdaDecodeInputs
 from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
+from cula.ops.cute.archs import find_arch
 from cula.ops.cute.decode_abi import STEPS
-from cula.ops.cute.toolchain import build
+from cula.ops.cute.toolchain import build, loader
 from cula.reference import kda, lightning, relative_error
 from tests.support.abi import swapped
 from tests.support.replay import replay, replay_on_cpu, stand_in
@@ -258,12 +259,22 @@ HOPPER = dict(device="cuda", sm=(9, 0))
     ],
     ids=str,
 )
-def test_what_is_taken_once_asked_for(monkeypatch, change, reason):
+def test_what_is_taken(change, reason):
     p = dataclasses.replace(make(CASES[0], "cpu").problem, **(HOPPER | change))
-    assert "CULA_UNPROVEN=1" in str(decode.why_not("kda_decode", dataclasses.replace(p, K=128)))
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     found = decode.why_not("kda_decode", p)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_one_token_on_float32_states_is_left_to_triton_where_it_is_there(monkeypatch, is_there):
+    """Nobody has timed the kernel for it; named, it takes the call."""
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setattr(dispatch, "_is_installed", lambda name: is_there or name != "triton")
+    p = dataclasses.replace(make(Case(lengths=(1, 1)), "cpu").problem, **HOPPER)
+    choice = dispatch.choose("kda_decode", p)
+    assert choice.name == ("triton" if is_there else "cute_sm90")
+    assert not is_there or "leaves one token on float32 states to triton" in dict(choice.passed_over)["cute_sm90"]
+    assert dispatch.choose("kda_decode", p, "cute_sm90").name == "cute_sm90"
 
 
 def test_kept_states_that_are_not_in_one_piece_are_seen():
@@ -276,10 +287,11 @@ def test_kept_states_that_are_not_in_one_piece_are_seen():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_a_gpu(monkeypatch, case):
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
+def test_on_a_gpu(case):
     p = make(case, "cuda").problem
-    choice = choose("kda_decode" if case.mode == "kda" else f"{case.mode}_decode", p)
-    if not choice.name.startswith("cute_"):
-        pytest.skip(str(choice))
+    arch = find_arch(p.sm)
+    if arch is None:
+        pytest.skip(f"there are no CuTe kernels for compute capability {p.sm}")
+    op = "kda_decode" if case.mode == "kda" else f"{case.mode}_decode"
+    assert dispatch.choose(op, p, f"cute_{arch.name}").name == f"cute_{arch.name}"
     check(case, "cuda")

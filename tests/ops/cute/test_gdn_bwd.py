@@ -180,7 +180,6 @@ TRAINING = dataclasses.replace(call(Case((128,), HV=2))[0], needs_grad=True, dev
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     choice = choose("gdn_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
@@ -188,15 +187,6 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
     else:
         assert choice.name == "triton"
         assert reason in dict(choice.passed_over)["cute_sm90"]
-
-
-def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
-    """Until it has run on hardware."""
-    monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.delenv("CULA_UNPROVEN", raising=False)
-    choice = choose("gdn_bwd", TRAINING)
-    assert choice.name == "triton"
-    assert "never run on hardware" in dict(choice.passed_over)["cute_sm90"]
 
 
 # On a GPU

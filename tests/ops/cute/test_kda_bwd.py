@@ -16,9 +16,9 @@ from cula.core.dispatch import choose, choose_prefill
 from cula.core.replay import record
 from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
-from cula.ops.cute import kda_bwd
+from cula.ops.cute import bwd_self_check, gdn_bwd, kda_bwd
 from cula.ops.cute.kda_bwd_abi import BACKWARD
-from cula.ops.cute.toolchain import build, loader
+from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
 from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
@@ -212,7 +212,6 @@ TRAINING = dataclasses.replace(
 )
 def test_whom_the_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     choice = choose("kda_bwd", dataclasses.replace(TRAINING, **change))
     if reason is None:
         assert choice.name == "cute_sm90"
@@ -221,20 +220,26 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
         assert reason in dict(choice.passed_over)["cute_sm90"]
 
 
-def test_it_serves_nobody_who_does_not_ask_for_it(monkeypatch):
-    """Until all of the cases below have been right on hardware."""
-    monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.delenv("CULA_UNPROVEN", raising=False)
-    choice = choose("kda_bwd", TRAINING)
-    assert choice.name == "triton"
-    assert "CULA_UNPROVEN=1 uses it" in dict(choice.passed_over)["cute_sm90"]
+@pytest.mark.parametrize(
+    ("host", "op", "name"),
+    [(kda_bwd, "kda_bwd", "bwd_kda_f16_gate_bf16"),
+     pytest.param(gdn_bwd, "gdn_bwd", "bwd_gdn_log", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeypatch, host, op, name):
+    ptx.interpret(monkeypatch, gdn_bwd)
+    monkeypatch.setattr(bwd_self_check, "CALLS", bwd_self_check.CALLS[:1])
+    error = lambda: self_check.worst_error(name, torch.device("cpu"), HOPPER.sm)
+    real, made = getattr(host, op), []
+    monkeypatch.setattr(host, op, lambda *given: made[0] if made else made.append(real(*given)) or made[0])
+    assert error() < 2.3e-3
+    made[0] = made[0]._replace(dv=made[0].dv.roll(1, 1))
+    assert not error() < self_check.LIMIT
 
 
 @pytest.mark.parametrize("is_gdn", [False, True])
 def test_nothing_is_kept_for_it(monkeypatch, is_gdn):
     """So that a training step's forward is recorded as any other is."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     of_gdn = {name: value for name, value in vars(TRAINING).items() if name not in ("has_scalar_gate", "options")}
     options = GdnOptions(use_qk_l2norm_in_kernel=True)
     choice = choose_prefill(GdnProblem(**of_gdn, options=options) if is_gdn else TRAINING)
@@ -317,7 +322,6 @@ def test_on_a_gpu(kernels, case, size):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["kda", "kda, softplus", "kda, packed", "kda, segments"])
 def test_training_steps_by_record(kernels, monkeypatch, name):  # noqa: F811
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     test_training.test_steps_by_record_are_steps(name, "cute_sm90", monkeypatch)
 
 

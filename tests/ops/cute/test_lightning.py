@@ -78,12 +78,6 @@ def test_what_the_backend_takes(with_kernels, change, reason):
         assert reason in dict(choice.passed_over)["cute_sm90"]
 
 
-def test_gradients_are_another_backends(with_kernels):
-    choice = choose("lightning_bwd", dataclasses.replace(HOPPER, needs_grad=True))
-    assert choice.name == "triton"
-    assert dict(choice.passed_over)["cute_sm90"] == "has no kernel for lightning_bwd"
-
-
 def test_without_kernels_the_reason_says_what_to_do(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda arch: f"no kernels for {arch}: compile them")
     assert dict(choose("lightning_fwd", HOPPER).passed_over)["cute_sm90"] == "no kernels for sm_90a: compile them"

@@ -10,14 +10,16 @@ import warnings
 import pytest
 import torch
 
-from cula.core.dispatch import choose
+from cula.core.dispatch import choose, choose_prefill
 from cula.ops.cute import decode, decode_self_check, kda, kda_self_check
+from cula.ops.cute.backend import BACKENDS
 from cula.ops.cute.toolchain import loader, self_check
 from tests.ops.cute.test_kda_dispatch import HOPPER
 from tests.ops.cute.test_lightning import HOPPER as LIGHTNING_HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
 NAME = "kda_bf16_gate_bf16"
+HOPPER_BACKEND = next(b for b in BACKENDS if b.name == "cute_sm90")
 
 
 @pytest.fixture
@@ -108,8 +110,42 @@ def test_it_can_be_switched_off(gpu, monkeypatch):
 def test_hardware_with_recorded_runs_is_not_compared(gpu):
     made = gpu(error=1.0)
     assert choose("kda_fwd", HOPPER).name == "cute_sm90"
-    assert self_check.objection(HOPPER) is None
     assert not made
+
+
+TRAINING = dataclasses.replace(HOPPER, needs_grad=True, options=HOPPER.options._replace(use_qk_l2norm_in_kernel=True))
+
+
+def test_a_new_kernel_of_hardware_with_recorded_runs_is(gpu):
+    made = gpu(error=1.4e-3)
+    with pytest.warns(UserWarning, match=r"sm_90a kernels.*never run on hardware, but agree .* on this NVIDIA H200"):
+        choice = choose_prefill(TRAINING)
+    assert (choice.name, choice.backward.name) == ("cute_sm90", "cute_sm90")
+    assert made == [("bwd_kda_f16_gate_bf16", "sm_90a", 0)]
+    gpu(error=2e-2)
+    scalar = choose_prefill(dataclasses.replace(TRAINING, has_scalar_gate=True))
+    assert (scalar.name, scalar.backward.name) == ("cute_sm90", "triton")
+    assert "bwd_kda_f16_gate_bf16_scalar differs" in dict(scalar.backward.passed_over)["cute_sm90"]
+
+
+def test_whoever_explains_a_call_reads_that_its_kernel_is_new():
+    found = dataclasses.replace(TRAINING, device="cuda")
+    said = HOPPER_BACKEND.how("kda_bwd", found)
+    assert "never ran on hardware" in said and "compared with torch" in said
+    assert "never ran" not in str(HOPPER_BACKEND.how("kda_fwd", found))
+
+
+def test_they_can_be_declined(gpu, monkeypatch):
+    made = gpu(error=0.0)
+    monkeypatch.setenv("CULA_SELF_CHECK", "decline")
+    choice = choose_prefill(TRAINING)
+    assert (choice.name, choice.backward.name) == ("cute_sm90", "triton")
+    assert "never ran on hardware" in dict(choice.backward.passed_over)["cute_sm90"]
+    assert choose("kda_fwd", BLACKWELL).name == "triton"
+    assert not made
+    monkeypatch.setenv("CULA_SELF_CHECK", "2")
+    with pytest.raises(ValueError, match="CULA_SELF_CHECK is 1, 0 or decline; got '2'"):
+        choose("kda_fwd", BLACKWELL)
 
 
 def test_a_call_that_is_only_described_is_not_compared(gpu):
@@ -161,9 +197,8 @@ def test_decode_compares_itself_too(gpu):
     ["decode_1_bf16", "decode_1_bf16_scalar", "decode_8_f32", "decode_8_bf16_lightning", "decode_steps_f32_scalar",
      "decode_steps_bf16"],
 )  # fmt: skip
-def test_calls_of_a_decode_kernel_are_those_that_it_takes(name, monkeypatch):
+def test_calls_of_a_decode_kernel_are_those_that_it_takes(name):
     """But for its shape, which their small size does not ask for: they are told the kernel's name."""
-    monkeypatch.setenv("CULA_UNPROVEN", "1")
     kernel = decode_self_check.Kernel.of(name)
     problems = [decode_self_check.make(call, kernel, torch.device("cpu"), (10, 0))[0] for call in decode_self_check.CALLS]
     assert all(decode.why_not("decode", p) is None and p.pool_dtype == kernel.pool for p in problems)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from cula.ops.cute.arch import Arch, KdaTraits
+from cula.ops.cute.arch import ALL, Arch, KdaTraits
 
 BLACKWELL = Arch(
     name="sm100",
@@ -13,7 +13,7 @@ BLACKWELL = Arch(
     serves=("kda", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Blackwell, CuTe DSL; never run on hardware: check themselves at first use",
     num_sms=(148,),  # B200
-    has_run=False,  # to change it: `pytest -m gpu` on one, and its figures in docs/{kda,lightning}-blackwell.md
+    new=ALL,  # to shorten it: `python tools/hardware_run.py` on one, and its figures in docs/*-blackwell.md
     kda=KdaTraits(
         has_fused=False,
         has_chained_schedule=False,

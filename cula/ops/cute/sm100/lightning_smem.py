@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.lightning_items import FORWARD, Attention
 from cula.ops.cute.common.tiles import BF16, I32, allocate_tile, tile_at, tile_layout
 
 C = 128  # tokens of a chunk: as many as tensor memory has lanes
@@ -28,6 +29,7 @@ class Config:
     chunk: int = C
     warpgroups: int = 1
     blocks_of_v: int = 1
+    attentions: tuple[Attention, ...] = FORWARD
 
     @property
     def K(self) -> int:

@@ -11,14 +11,14 @@ HOPPER = Arch(
     targets={(9, 0): "sm_90a"},
     modules={
         "kda": ("sm90.kda", "sm90.kda_fused", "sm90.kda_bwd"),
-        "lightning": ("sm90.lightning",),
+        "lightning": ("sm90.lightning", "sm90.lightning_bwd"),
         "gdn": ("sm90.gdn", "sm90.gdn_bwd"),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "decode"),
+    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "lightning_bwd", "decode"),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    has_run=True,
+    new=("bwd_*", "decode_steps_*"),  # to shorten it: `python tools/hardware_run.py` on one, and its figures in docs/
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,

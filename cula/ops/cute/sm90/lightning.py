@@ -31,7 +31,8 @@ One warpgroup a block: for V = 64, and where the two halves of V are given to tw
 second reading of q and k is the L2's business.
 
 Both roles take the items of `common/lightning_items.py` one after the other, and have the steps of a chunk in
-`lightning_chunk.py`.
+`lightning_chunk.py`. The backward (`lightning_bwd.py`) is the same kernel on other tensors, three recurrences side by side, two
+of them backward in time.
 
 Limits: bf16; K = V = 64 or 128; a slot of a pool is contiguous.
 """
@@ -48,7 +49,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.lightning import variants_for
-from cula.ops.cute.common.lightning_items import Sizes, Work, item_at, num_items
+from cula.ops.cute.common.lightning_items import Attention, Item, Sizes, Work, at_attention, item_at, nth, num_items, row_of
 from cula.ops.cute.common.lightning_states import LightningStates
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -56,6 +57,7 @@ from cula.ops.cute.common.tiles import (
     I32,
     K_MAJOR,
     MN_MAJOR,
+    Tma,
     allocate_tile,
     by_head,
     tile_layout,
@@ -84,32 +86,47 @@ class Tiles(NamedTuple):
 
 
 @cute.jit
-def load(work: cutlass.Constexpr, loads: tuple, producer):
+def load(work: cutlass.Constexpr, reads: cutlass.Constexpr, tiles: cutlass.Constexpr, producer):
     """A producer's role: every chunk of every item, k, v and q, through the ring."""
     cfg = work.cfg
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, I32(0))
-        parts = []
-        for i in cutlass.range_constexpr(len(loads)):
-            atom, s, g = loads[i]
-            is_v = i == 1
-            rows = g[None, None, item.head if is_v else item.head // work.sizes.group]
-            shape = (C, cfg.channels if is_v else cfg.K)
-            block = item.block_v if is_v else 0
-            tiles = cute.local_tile(cute.domain_offset((item.begin + item.start, 0), rows), shape, (None, block))
-            parts.append((atom, *tma_split(atom, s, tiles)))
+        copies = [copies_of(attention, reads, tiles, item, work) for attention in cfg.attentions]
         for chunk in cutlass.range((item.tokens + C - 1) // C, unroll=1):
             slot = producer.acquire_and_advance()
-            for i in cutlass.range_constexpr(len(parts)):
-                atom, ps, pg = parts[i]
-                cute.copy(atom, pg[None, chunk], ps[None, slot.index], tma_bar_ptr=slot.barrier)
+            load_chunk(copies, item.turn, chunk, slot)
     producer.tail()
 
 
+def copies_of(attention: Attention, reads: dict[str, Tma], tiles: Tiles, item: Item, work: Work) -> list[Any]:
+    """The TMA copies of an attention's k, v and q, for all chunks of an item."""
+    cfg, found = work.cfg, []
+    for i, (name, s) in enumerate(zip(attention.roles[: cfg.num_tiles], tiles)):
+        is_v = i == 1
+        rows = reads[name].coordinates[None, None, item.head if is_v else item.head // work.sizes.group]
+        shape = (C, cfg.channels if is_v else cfg.K)
+        block = item.block_v if is_v else 0
+        of = cute.local_tile(cute.domain_offset((row_of(item, C), 0), rows), shape, (None, block))
+        found.append((reads[name].atom, *tma_split(reads[name].atom, s, of)))
+    return found
+
+
+@cute.jit
+def load_chunk(copies: cutlass.Constexpr, turn: cutlass.Constexpr, chunk: I32, slot: cutlass.Constexpr):
+    """The tiles of an item's attention, of all whose copies are given."""
+    at = nth(turn, chunk)
+
+    def load_tiles(i: int) -> None:
+        for atom, ps, pg in copies[i]:
+            cute.copy(atom, pg[None, at], ps[None, slot.index], tma_bar_ptr=slot.barrier)
+
+    at_attention(turn, len(copies), load_tiles)
+
+
 class LightningSm90:
-    """The recurrence and, with `cfg.only_ends`, the first pass over segments."""
+    """The recurrences of a launch and, with `cfg.only_ends`, the first pass over segments."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -119,15 +136,18 @@ class LightningSm90:
 
     @cute.jit
     def launch(self, x: cutlass.Constexpr, scale: F32, sizes: cutlass.Constexpr, num_blocks: I32, stream):
+        """The kernel, on the tensors [T, heads, channels] that `cfg` names; x has the heads' decay, states and offsets too."""
         cfg = self.cfg
         l_qk, l_v = tile_layout(C, cfg.K, cfg.stages), tile_layout(C, cfg.channels, cfg.stages)
         l_p, l_o = tile_layout(C, C, 2 * cfg.warpgroups), tile_layout(C, LANES, 2 * cfg.warpgroups)
-        tma_q, gQ = tma_load(by_head(x.q), l_qk, (C, cfg.K))
-        tma_k, gK = tma_load(by_head(x.k), l_qk, (C, cfg.K))
-        tma_v, gV = tma_load(by_head(x.v), l_v, (C, cfg.channels))
-        tma_o, gO = tma_store(by_head(x.o), l_o, (C, LANES))
+        loads = []
+        for name in cfg.inputs:
+            layout, channels = (l_v, cfg.channels) if name == "v" else (l_qk, cfg.K)
+            loads.append(tma_load(by_head(getattr(x, name)), layout, (C, channels)))
+        writes = [by_head(getattr(x, name)) for name in cfg.outputs]
+        stores = [Output(*tma_store(m, l_o, (C, LANES)), m) for m in writes]
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, by_head(x.o), x.decay, x.states, x.cu, scale, tuple(sizes),
+            tuple(loads), tuple(stores), x.decay, x.states, x.cu, scale, tuple(sizes),
             wgmma(C, K_MAJOR, False), wgmma(C, K_MAJOR, True), wgmma(cfg.K, MN_MAJOR, True), l_qk, l_v, l_p, l_o,
         ).launch(
             grid=(num_blocks, 1, 1), block=(cfg.num_threads, 1, 1), stream=stream, min_blocks_per_mp=cfg.blocks, use_pdl=True
@@ -136,9 +156,7 @@ class LightningSm90:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor, tma_v: cute.CopyAtom, gV: cute.Tensor,
-        tma_o: cute.CopyAtom, gO: cute.Tensor, mO: cute.Tensor, mDecay: cute.Tensor, states: LightningStates, mCu: cute.Tensor,
-        scale: F32, sizes: tuple,
+        loads: tuple, outputs: tuple, mDecay: cute.Tensor, states: LightningStates, mCu: cute.Tensor, scale: F32, sizes: tuple,
         mma_p: cute.TiledMma, mma_o: cute.TiledMma, mma_s: cute.TiledMma,
         l_qk: cute.ComposedLayout, l_v: cute.ComposedLayout, l_p: cute.ComposedLayout, l_o: cute.ComposedLayout,
     ):  # fmt: skip
@@ -146,25 +164,23 @@ class LightningSm90:
         thread, _, _ = cute.arch.thread_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup_id = cute.arch.make_warp_uniform(thread // 128)
-        work = Work(cfg, Sizes(*sizes), mDecay, mCu)
-        output, mmas = Output(tma_o, gO, mO), (mma_p, mma_o, mma_s)
+        work, reads = Work(cfg, Sizes(*sizes), mDecay, mCu), dict(zip(cfg.inputs, loads))
+        mmas = (mma_p, mma_o, mma_s)
 
         smem = SmemAllocator()
         tiles = Tiles(allocate_tile(smem, l_qk), allocate_tile(smem, l_v))
-        loads = ((tma_k, tiles.sK, gK), (tma_v, tiles.sV, gV))
         if cutlass.const_expr(not cfg.only_ends):
             tiles = Tiles(*tiles[:2], allocate_tile(smem, l_qk), allocate_tile(smem, l_p), allocate_tile(smem, l_o))
-            loads = (*loads, (tma_q, tiles.sQ, gQ))
         if warp_id == 0:
-            for atom, _, _ in loads:
-                cpasync.prefetch_descriptor(atom)
+            for name in cfg.reads:
+                cpasync.prefetch_descriptor(reads[name].atom)
         bytes_qk = cute.size_in_bytes(BF16, cute.slice_(l_qk, (None, None, 0)))
         bytes_v = cute.size_in_bytes(BF16, cute.slice_(l_v, (None, None, 0)))
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=cfg.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * cfg.warpgroups),  # a release counts once a warp
-            tx_count=(1 if cfg.only_ends else 2) * bytes_qk + bytes_v,
+            tx_count=(cfg.num_tiles - 1) * bytes_qk + bytes_v,
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * cfg.stages),
         )
         producer, _ = ring.make_participants()
@@ -173,13 +189,13 @@ class LightningSm90:
         if warpgroup_id == 0:
             cute.arch.setmaxregister_decrease(cfg.registers[0])
             if warp_id == 0:
-                load(work, loads, producer)
+                load(work, reads, tiles, producer)
         else:
             cute.arch.setmaxregister_increase(cfg.registers[1])
             if cutlass.const_expr(cfg.only_ends):
-                segment_ends(work, ring, tiles, states, mmas)
+                segment_ends(work, ring, tiles, states, scale, mmas)
             else:
-                recurrence(work, ring, tiles, output, states, scale, mmas)
+                recurrence(work, ring, tiles, outputs, states, scale, mmas)
 
 
 # What is compiled

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cula.core.constants import CHUNK
+from cula.ops.cute.common.lightning_items import FORWARD, Attention
 
 C = CHUNK  # tokens that the kernels take at once
 LANES = 64  # value channels of a warpgroup
@@ -23,10 +24,23 @@ class Config:
     registers: tuple[int, int]  # of a thread that loads, of one of a recurrence
     only_ends: bool = False  # the first pass over segments, not the recurrence
     chunk: int = C
+    inputs: tuple[str, ...] = ("q", "k", "v")
+    outputs: tuple[str, ...] = ("o",)  # of each attention
+    attentions: tuple[Attention, ...] = FORWARD
 
     @property
     def num_threads(self) -> int:
         return 128 * (1 + self.warpgroups)
+
+    @property
+    def num_tiles(self) -> int:
+        """That a chunk is read as: k, v and q, of which the first pass over segments leaves out q."""
+        return 2 if self.only_ends else 3
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensors that are read."""
+        return tuple(dict.fromkeys(name for attention in self.attentions for name in attention.roles[: self.num_tiles]))
 
     @property
     def channels(self) -> int:

@@ -8,16 +8,23 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cula.ops.cute.common.lightning_items import item_at, num_items, power
-from cula.ops.cute.common.lightning_states import read_first_state
-from cula.ops.cute.common.tiles import BF16, I32, issue, seen_as_a, swapped
+from cula.ops.cute.common.lightning_items import item_at, num_items
+from cula.ops.cute.common.lightning_states import ends_of, read_first_state
+from cula.ops.cute.common.tiles import BF16, F32, I32, issue, seen_as_a, swapped
 
-from .lightning_chunk import our_rows, weighed
+from .lightning_chunk import factors_of, our_rows, weighed
 from .lightning_config import LANES, C
 
 
 @cute.jit
-def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states: cutlass.Constexpr, mmas: cutlass.Constexpr):
+def segment_ends(
+    work: cutlass.Constexpr,
+    ring,
+    tiles: cutlass.Constexpr,
+    states: cutlass.Constexpr,
+    scale: F32,
+    mmas: cutlass.Constexpr,
+):
     """A consumer's role: seeds[id + 1] <- what a segment leaves when it starts from zero; seeds[id of the first] <- the first
     state."""
     cfg, (_, mma_o, mma_s) = work.cfg, mmas
@@ -38,22 +45,21 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        decay, tokens, ours = item.decay, item.tokens, our_rows(thr_s, item.rows)
-        if (item.place == 0) & (states.ends.has_h0 != 0):
+        tokens, turn, ours = item.tokens, item.turn, our_rows(thr_s, item.rows)
+        if (item.place == 0) & (ends_of(states, turn).has_h0 != 0):
             read_first_state(accS, ours, states, item)
             cute.autovec_copy(accS, ours(states.seed(item.id, item.head)))
         if tokens > 0:
             accS.fill(0.0)
-            f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
-            into_even, into_odd = power(decay, 7 - column), power(decay, 6 - column)
+            by = factors_of(item.decay, scale, column, turn)
             num_chunks = tokens // C
             rV = cute.make_rmem_tensor_like(like_o, BF16)
             ring.consumer_wait(ahead)
             cute.copy(load_v, tVs[None, None, None, ahead.index], load_v.retile(rV))
-            rW = weighed(rV, decay, I32(C), column, f8, into_even, into_odd)
+            rW = weighed(rV, I32(C), column, by, turn)
             ahead.advance()
             for chunk in cutlass.range(num_chunks, unroll=1):
-                accS.store(accS.load() * f_chunk)
+                accS.store(accS.load() * by.chunk)
                 issue(mma_s, accS, seen_as_a(rW), bK_swapped[None, None, None, behind.index], True)
                 # Meanwhile the next chunk's v; after the last one, that of some chunk, for nothing.
                 stage = behind.index
@@ -62,7 +68,7 @@ def segment_ends(work: cutlass.Constexpr, ring, tiles: cutlass.Constexpr, states
                     stage = ahead.index
                     ahead.advance()
                 cute.copy(load_v, tVs[None, None, None, stage], load_v.retile(rV))
-                rN = weighed(rV, decay, I32(C), column, f8, into_even, into_odd)
+                rN = weighed(rV, I32(C), column, by, turn)
                 warpgroup.wait_group(0)
                 ring.consumer_release(behind)
                 behind.advance()

@@ -11,11 +11,20 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cula.ops.cute.common.lightning_items import item_at, num_items, power
+from cula.ops.cute.common.lightning_items import at_attention, in_time, item_at, nth, num_items, power, row_of
 from cula.ops.cute.common.lightning_states import read_first_state, read_seeds, write_last_state
 from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rounded, seen_as_a, swapped, tma_split
 
-from .lightning_chunk import clear_columns, clear_rows, decay_outputs, decay_scores, lag_factors, our_rows, weighed
+from .lightning_chunk import (
+    clear_columns,
+    clear_rows,
+    decay_scores,
+    factors_of,
+    lag_factors,
+    our_rows,
+    times_leaving,
+    weighed,
+)
 from .lightning_config import LANES, C
 
 
@@ -56,19 +65,6 @@ class Fragments(NamedTuple):
     column: Any
 
 
-class Factors(NamedTuple):
-    """Powers of a head's f that a thread multiplies with."""
-
-    decay: Any  # -log2 f
-    lags: Any  # of P
-    f8: Any
-    chunk: Any  # of the state over a whole chunk
-    into_even: Any  # of V^T, this thread's last two columns
-    into_odd: Any
-    out_even: Any  # of O^T, its first two
-    out_odd: Any
-
-
 @cute.jit
 def fragments_of(cfg: cutlass.Constexpr, tiles: cutlass.Constexpr, mmas: cutlass.Constexpr, lanes: I32, thread: I32):
     """v^T comes in, and o^T leaves, as an accumulator lies; (st/ld)matrix turns the [token, channel] tiles round."""
@@ -94,15 +90,6 @@ def fragments_of(cfg: cutlass.Constexpr, tiles: cutlass.Constexpr, mmas: cutlass
 
 
 @cute.jit
-def factors_of(decay: F32, scale: F32, row: I32, column: I32):
-    lags = lag_factors(decay, scale, row, column)
-    f8, f_chunk = power(decay, I32(8)), power(decay, I32(C))
-    into_even, into_odd = power(decay, 7 - column), power(decay, 6 - column)
-    out_even, out_odd = power(decay, column + 1) * scale, power(decay, column + 2) * scale
-    return Factors(decay, lags, f8, f_chunk, into_even, into_odd, out_even, out_odd)
-
-
-@cute.jit
 def put_scores(f: cutlass.Constexpr, lags: cute.Tensor, now: I32):
     """P, decayed, to its buffer in shared memory."""
     decay_scores(f.accP, lags)
@@ -111,13 +98,13 @@ def put_scores(f: cutlass.Constexpr, lags: cute.Tensor, now: I32):
 
 
 @cute.jit
-def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, stage: I32, n: I32):
+def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, turn: cutlass.Constexpr, stage: I32, n: I32):
     """V^T of a chunk of n tokens, as it is and weighed for the state; the state is multiplied by f^n."""
     rV = cute.make_rmem_tensor_like(f.accO, BF16)
     cute.copy(f.load_v, f.tVs[None, None, None, stage], f.load_v.retile(rV))
     if n < C:
-        clear_columns(rV, n, f.column)
-    rW = weighed(rV, by.decay, n, f.column, by.f8, by.into_even, by.into_odd)
+        clear_columns(rV, n, f.column, turn)
+    rW = weighed(rV, n, f.column, by, turn)
     factor = by.chunk
     if n < C:
         factor = power(by.decay, n)
@@ -125,31 +112,53 @@ def values_of(f: cutlass.Constexpr, by: cutlass.Constexpr, stage: I32, n: I32):
     return rV, rW
 
 
+class Place(NamedTuple):
+    """Where an item leaves its chunks in one of the outputs; `nth` says which is which."""
+
+    tma: Any
+    pO: Any  # buffers in shared memory, as TMA splits them
+    gO: Any  # chunks
+    o_rows: Any  # [token, channel, chunk]
+
+
 @cute.jit
-def store_last_chunk(
-    sO: cute.Tensor,
-    o_rows: cute.Tensor,
-    by_tma: cutlass.Constexpr,
-    buffer: I32,
-    chunk: I32,
-    n: I32,
-    is_storing: cutlass.Boolean,
-    thread: I32,
+def place_in(output: cutlass.Constexpr, sO: cute.Tensor, item: cutlass.Constexpr):
+    at = (row_of(item, C), 0)
+    gO = cute.local_tile(cute.domain_offset(at, output.gO[None, None, item.head]), (C, LANES), (None, item.rows))
+    pO, gO = tma_split(output.tma, sO, gO)
+    o_rows = cute.local_tile(cute.domain_offset(at, output.mO[None, None, item.head]), (C, LANES), (None, item.rows))
+    return Place(output.tma, pO, gO, o_rows)
+
+
+@cute.jit
+def store_by_tma(places: cutlass.Constexpr, turn: cutlass.Constexpr, buffer: I32, count: I32):
+    """The last of so many chunks of o to where this item's attention leaves it."""
+
+    def copy(i: int) -> None:
+        cute.copy(places[i].tma, places[i].pO[None, buffer], places[i].gO[None, nth(turn, count - 1)])
+
+    at_attention(turn, len(places), copy)
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store_by_threads(
+    places: cutlass.Constexpr, sO: cute.Tensor, turn: cutlass.Constexpr, buffer: I32, count: I32, n: I32, thread: I32
 ):
-    """A whole chunk by TMA, fewer tokens by predicated stores: TMA would clip at T only."""
-    if n == C:
-        if is_storing:
-            atom, pO, gO = by_tma
-            cute.copy(atom, pO[None, buffer], gO[None, chunk])
-            cute.arch.cp_async_bulk_commit_group()
-    else:
-        for p in cutlass.range_constexpr(C // 16):
-            r = p * 16 + thread // 8
-            if r < n:
-                cute.autovec_copy(
-                    cute.local_tile(sO[None, None, buffer], (1, 8), (r, thread % 8)),
-                    cute.local_tile(o_rows[None, None, chunk], (1, 8), (r, thread % 8)),
-                )
+    """The same of a chunk of fewer tokens, predicated: TMA would clip at the tensor's ends only."""
+    at_attention(turn, len(places), lambda i: copy_rows(sO, places[i].o_rows, buffer, count - 1, turn, n, thread))
+
+
+@cute.jit
+def copy_rows(sO: cute.Tensor, o_rows: cute.Tensor, buffer: I32, chunk: I32, turn: cutlass.Constexpr, n: I32, thread: I32):
+    """The rows of n tokens."""
+    for p in cutlass.range_constexpr(C // 16):
+        r = p * 16 + thread // 8
+        if in_time(turn, r, C - 1) < n:
+            cute.autovec_copy(
+                cute.local_tile(sO[None, None, buffer], (1, 8), (r, thread % 8)),
+                cute.local_tile(o_rows[None, None, nth(turn, chunk)], (1, 8), (r, thread % 8)),
+            )
 
 
 @cute.jit
@@ -157,14 +166,14 @@ def recurrence(
     work: cutlass.Constexpr,
     ring,
     tiles: cutlass.Constexpr,
-    output: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
     states: cutlass.Constexpr,
     scale: F32,
     mmas: cutlass.Constexpr,
 ):
     """A consumer's role."""
     cfg, sK, sO, segment = work.cfg, tiles.sK, tiles.sO, work.sizes.segment
-    tma_o, (mma_p, mma_o, mma_s) = output.tma, mmas
+    mma_p, mma_o, mma_s = mmas
     thread, _, _ = cute.arch.thread_idx()
     lanes = cute.arch.make_warp_uniform(thread // 128) - 1  # which 64 channels of the block are ours
     thread = thread % 128
@@ -179,16 +188,14 @@ def recurrence(
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(first, num_items(work), step, unroll=1):
         item = item_at(work, index, lanes)
-        rows, ours_of = item.rows, our_rows(f.thr_s, item.rows)
+        turn, ours_of = item.turn, our_rows(f.thr_s, item.rows)
         if segment == 0:
             read_first_state(f.accS, ours_of, states, item)
         else:
             read_seeds(f.accS, ours_of, states, item, segment)
-        by = factors_of(item.decay, scale, f.row, f.column)
-        at = (item.begin + item.start, 0)
-        gO = cute.local_tile(cute.domain_offset(at, output.gO[None, None, item.head]), (C, LANES), (None, rows))
-        pO, gO = tma_split(tma_o, sO, gO)
-        o_rows = cute.local_tile(cute.domain_offset(at, output.mO[None, None, item.head]), (C, LANES), (None, rows))
+        lags = lag_factors(item.decay, scale, f.row, f.column, turn)
+        by = factors_of(item.decay, scale, f.column, turn)
+        places = [place_in(output, sO, item) for output in outputs]
 
         # No wgmma may start or end in a branch: the compiler would wait after each. So P is made even for no tokens, and
         # once more after the last chunk, of whatever is there.
@@ -198,7 +205,7 @@ def recurrence(
         if num_chunks > 0:
             ring.consumer_wait(ahead)
             if tokens < C:
-                clear_rows(sK[None, None, stage], tokens, thread)
+                clear_rows(sK[None, None, stage], tokens, thread, turn)
                 ours.arrive_and_wait()
             ahead.advance()
         issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
@@ -210,17 +217,16 @@ def recurrence(
             issue(mma_o, f.accO, seen_as_a(rounded(f.accS)), f.bQ[None, None, None, behind.index], False)
 
             warpgroup.wait_group(1)  # P
-            put_scores(f, by.lags, now)
+            put_scores(f, lags, now)
             if is_storing:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # this chunk's buffer of O is free again
             ours.arrive_and_wait()
             if is_storing & (chunk > 0):
-                cute.copy(tma_o, pO[None, other], gO[None, chunk - 1])
-                cute.arch.cp_async_bulk_commit_group()
-            rV, rW = values_of(f, by, behind.index, n)
+                store_by_tma(places, turn, other, chunk)
+            rV, rW = values_of(f, by, turn, behind.index, n)
 
             warpgroup.wait_group(0)  # O
-            decay_outputs(f.accO, by.out_even, by.out_odd, by.f8)
+            times_leaving(f.accO, by)
             issue(mma_o, f.accO, seen_as_a(rV), f.bP[None, None, None, now], True)
             issue(mma_s, f.accS, seen_as_a(rW), f.bK_swapped[None, None, None, behind.index], True)
             stage = behind.index
@@ -229,7 +235,7 @@ def recurrence(
                 ring.consumer_wait(ahead)
                 stage = ahead.index
                 if left < C:
-                    clear_rows(sK[None, None, stage], left, thread)
+                    clear_rows(sK[None, None, stage], left, thread, turn)
                     ours.arrive_and_wait()
                 ahead.advance()
             issue(mma_p, f.accP, f.aQ[None, None, None, stage], f.bK[None, None, None, stage], False)
@@ -247,7 +253,11 @@ def recurrence(
             ours.arrive_and_wait()
             last = 4 * lanes + 1 - now
             n = tokens - (num_chunks - 1) * C
-            store_last_chunk(sO, o_rows, (tma_o, pO, gO), last, num_chunks - 1, n, is_storing, thread)
+            if n == C:
+                if is_storing:
+                    store_by_tma(places, turn, last, num_chunks)
+            else:
+                store_by_threads(places, sO, turn, last, num_chunks, n, thread)
         write_last_state(lambda: f.accS, ours_of, states, item, tokens)
     if is_storing:
         cute.arch.cp_async_bulk_wait_group(0)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that have never run on hardware, met by the hardware they are for.
 
-Before dispatch lets such a kernel take its first call on a machine, the kernel computes a few small calls there and is compared
-with the torch backend. If it is off, the backend declines with the figure, and the next one of the table serves. The calls are
-beside the host code, in `<kind>_self_check.py`: its `worst_error(kernel, device, capability)` makes them. A kind is the first
-word of its kernels' names, and its host code says which of them takes a call (`variant`).
+An architecture names those (`Arch.new`). Before dispatch lets one take its first call on a machine, the kernel computes a few
+small calls there and is compared with the torch backend. If it is off, the backend declines with the figure, and the next one of
+the table serves. The calls are beside the host code, in `<kind>_self_check.py`: its `worst_error(kernel, device, capability)`
+makes them. A kind is the first word of its kernels' names.
 
 It runs in a process of its own, because a kernel that faults takes its process's GPU with it, and one that hangs must be stopped.
 That takes as long as importing torch; the calls themselves well under a second. The result is kept in the cache, by kernel,
-sources and GPU, so a machine does it once. `CULA_SELF_CHECK=0` leaves it out.
+sources and GPU, so a machine does it once. `CULA_SELF_CHECK=0` leaves it out, and `CULA_SELF_CHECK=decline` such kernels.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from pathlib import Path
 import torch
 
 from cula import settings
-from cula.core.dispatch import AnyProblem
-from cula.core.problem import DecodeProblem
-from cula.ops.cute.archs import arch_of, target_of
+from cula.core.dispatch import logger
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.toolchain import loader
 from cula.ops.cute.toolchain.build import locked
 from cula.ops.cute.toolchain.variants import modules_of, source_hash
@@ -41,22 +40,21 @@ LIMIT = 1e-2
 SECONDS = 120.0  # for the process: several times what a busy machine needs
 
 
-def objection(problem: AnyProblem, may_run: bool = True) -> str | None:
-    """Why the kernel for this call should not be used on this machine, as a sentence; None if it may be.
+def objection(name: str, sm: tuple[int, int], may_run: bool = True) -> str | None:
+    """Why a kernel that is new should not be used on this machine, as a sentence; None if it may be.
 
     Args:
         may_run: False to go by what this machine has found before, and to start nothing.
     """
-    if arch_of(problem.sm).has_run:
-        return None
-    arch = target_of(problem.sm)
-    gpu = _gpu_with(problem.sm)
+    arch, mode = target_of(sm), settings.self_check()
+    if mode == "decline":
+        return f"has {name} for it, which never ran on hardware, and CULA_SELF_CHECK=decline asks for others"
+    gpu = _gpu_with(sm)
     if gpu is None:
         return None  # the call is only described; nothing will run
-    if not settings.self_check():
+    if mode == "0":
         _warn(arch, "and CULA_SELF_CHECK=0 leaves out comparing them with the torch backend here")
         return None
-    name = kernel_of(problem)
     if not may_run:
         found = known(name, arch, torch.cuda.get_device_name(gpu))
         return None if found is None else judge(name, found)
@@ -64,12 +62,6 @@ def objection(problem: AnyProblem, may_run: bool = True) -> str | None:
     if reason is None:
         _warn(arch, f"but agree with the torch backend on this {torch.cuda.get_device_name(gpu)}")
     return reason
-
-
-def kernel_of(problem: AnyProblem) -> str:
-    """The kernel that takes a call, as its host code names it."""
-    kind = "decode" if isinstance(problem, DecodeProblem) else problem.family
-    return importlib.import_module(f"cula.ops.cute.{kind}").variant(problem)
 
 
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
@@ -84,14 +76,14 @@ def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @functools.cache
-def _gpu_with(sm: tuple[int, int] | None) -> int | None:
+def _gpu_with(sm: tuple[int, int]) -> int | None:
     return next((i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) == sm), None)
 
 
 @functools.cache
 def _warn(arch: str, rest: str) -> None:
     """Once a process."""
-    warnings.warn(f"cuLA's {arch} kernels were written without such a GPU: never run on hardware, {rest}", stacklevel=2)
+    warnings.warn(f"cuLA uses {arch} kernels that were never run on hardware, {rest}", stacklevel=2)
 
 
 @functools.cache
@@ -138,6 +130,7 @@ def _path(name: str, arch: str, gpu_name: str) -> Path:
 def _measure(name: str, arch: str, gpu: int) -> dict:
     """Run `main` in a process."""
     loader.locate(name, arch, modules_of(arch))  # compiled here, where an error is shown as it is
+    logger.warning("comparing the kernel %s, which never ran on hardware, with the torch backend: some seconds, once", name)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "found.json"
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)

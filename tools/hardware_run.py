@@ -1,27 +1,31 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""All that the first person with a Blackwell GPU can do for cuLA, in one command, and one file to send back.
+"""All that only a GPU can show of cuLA, in one command, and one file to send back.
 
-    python tools/first_blackwell.py                  # about an hour on a B200; blackwell-report.zip
-    python tools/first_blackwell.py --steps self-checks,tests
-    python tools/first_blackwell.py --most 120       # no step takes more than two minutes
+    python tools/hardware_run.py                     # some hours; hardware-report.zip
+    python tools/hardware_run.py --steps self-checks,tests
+    python tools/hardware_run.py --budget 540        # ends after nine minutes; the same command again goes on from there
+    python tools/hardware_run.py --most 120          # no step takes more than two minutes
+    python tools/hardware_run.py --fla FLA           # also flash-linear-attention's own tests, from a clone of it
 
-cuLA's Blackwell kernels were written without such a GPU. This runs them there for the first time: each kernel on the small calls
-of its self-check, then the tests that need a GPU, the benchmarks beside the peers that are installed, and calls drawn at random.
-A step is a process with a time limit; one that fails, faults or hangs is noted with the end of its output, and the next begins.
+CI has no GPU: it compiles and simulates. This runs on hardware what CI cannot. Kernels that never ran there come first, on the
+small calls of their self-checks, then the tests that need a GPU, other people's tests, CUDA's checkers, the benchmarks beside the
+peers that are installed, and calls drawn at random. A step is a process with a time limit; one that fails, faults or hangs is
+noted with the end of its output, and the next begins. A step that was good is not repeated, if the sources are still the same.
 
 | step        | what it runs                                                                                                 |
 |-------------|--------------------------------------------------------------------------------------------------------------|
 | machine     | `python -m cula` and `nvidia-smi`                                                                            |
 | compile     | every CuTe kernel for the GPU, into the cache                                                                |
-| self-checks | every kernel against the torch backend; the result is kept, so that calls do not repeat it                   |
+| self-checks | every kernel that is new against the torch backend; the result is kept, so that calls do not repeat it       |
 | tests       | `pytest -m gpu`, a process for each file of CuTe's tests: one that faults does not take the others along      |
-| bench       | `python -m cula.bench run` for KDA's, Gated DeltaNet's and Lightning's prefill and decode, a file for each   |
+| fla         | `tools/fla_tests.py` on the clone that `--fla` names                                                         |
+| sanitizers  | memcheck, racecheck and synccheck over the small cases of CuTe's tests, where `compute-sanitizer` is there    |
+| bench       | `python -m cula.bench run` for every suite, and the scripts of `benchmarks/`, a result file for each         |
 | fuzz        | `python -m cula.fuzz`                                                                                        |
 
 Without a GPU it does what can be done: the machine is described, a benchmark and the fuzzer run small on the CPU, the other steps
-are left out, and the report says so. On a Hopper GPU all of it runs but the self-checks, which only kernels without a recorded
-run have.
+are left out, and the report says so.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -50,10 +54,16 @@ from cula.ops.cute.archs import find_arch  # noqa: E402
 from cula.ops.cute.toolchain import build, loader, self_check  # noqa: E402
 from cula.ops.cute.toolchain.variants import collect, modules_of  # noqa: E402
 
-SUITES = ("kda-prefill", "gdn-prefill", "lightning", "decode")
+SUITES = (  # what models call first
+    "kda-gates", "gdn-prefill", "kda-train", "gdn-train", "models", "decode", "kda-prefill", "lightning", "api", "segments",
+    "gva", "dist",
+)  # fmt: skip
+SCRIPTS = {"train-model": "train_model.py", "fla-layers": "fla_layers.py", "first-call": "first_call.py"}
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("torch", "triton", build.DSL, "apache-tvm-ffi", "fla-core", "numpy")
 TAIL = 40  # lines of a step that did not succeed
 NO_GPU = "torch sees no GPU on this machine"
+PARTLY = "ok, and some cases are left for another run"
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,16 @@ class Step:
 @dataclass(frozen=True)
 class Outcome:
     name: str
-    what: str  # "ok", "failed (exit status 1)", "stopped after 60 s", "left out: ..."
+    what: str  # "ok", "failed (exit status 1)", "stopped after 60 s", "left out: ...", PARTLY
     seconds: float = 0.0
     tail: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
-        return self.what == "ok" or self.what.startswith("left out: ")
+        return self.what in ("ok", PARTLY) or self.what.startswith("left out: ")
 
 
-def steps(folder: Path, target: str | None, most: float) -> Iterator[Step]:
+def steps(folder: Path, target: str | None, most: float, fla: Path | None = None) -> Iterator[Step]:
     """What is run, for a GPU that kernels are compiled for as `target`; None without a GPU."""
     python, here = sys.executable, [sys.executable, str(Path(__file__).resolve())]
     gpu = torch.cuda.is_available()
@@ -103,13 +113,25 @@ def steps(folder: Path, target: str | None, most: float) -> Iterator[Step]:
             yield step("tests", name, 600, *pytest, str(path.relative_to(ROOT)), left_out=None if gpu else NO_GPU, **unchecked)
     rest = ["tests", "--ignore=tests/ops/cute", "-n", jobs, "--maxschedchunk", "1"]
     yield step("tests", "tests-others", 1800, *pytest, *rest, left_out=None if gpu else NO_GPU, **unchecked)
+    if fla is not None:
+        of_fla = [python, "tools/fla_tests.py", str(fla), "-n", jobs]
+        yield step("fla", "fla", 1800, *of_fla, left_out=None if gpu else NO_GPU, **unchecked)
+    sanitizer = shutil.which("compute-sanitizer")
+    no_sanitizer = NO_GPU if not gpu else None if sanitizer else "there is no compute-sanitizer"
+    for tool in SANITIZERS:
+        checked = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+        run = [*checked, *pytest, "-k", "test_on_a_gpu", "tests/ops/cute"]
+        yield step("sanitizers", tool, 1800, *run, left_out=no_sanitizer, **unchecked)
     small = [] if gpu else ["--device", "cpu", "--shapes-limit", "1", "--peers", "none"]
     for suite in SUITES if gpu else SUITES[:1]:
         out, budget = folder / f"{suite}.json", max(1.0, min(480.0, most - 60))
-        run = [python, "-m", "cula.bench", "run", suite, "--out", str(out), "--budget", str(budget), *small]
+        run = [python, "-m", "cula.bench", "run", suite, "--out", str(out), "--resume", "--budget", str(budget), *small]
         yield step("bench", f"bench-{suite}", 600, *run, *(["--warm", jobs] if gpu else []))
+    for name, script in SCRIPTS.items():
+        run = [python, f"benchmarks/{script}", "--out", str(folder / f"{name}.json")]
+        yield step("bench", name, 600, *run, left_out=None if gpu else NO_GPU)
     draw = ["--seconds", str(min(300.0, most / 2) if gpu else 1.0), "--device", "cuda" if gpu else "cpu"]
-    yield step("fuzz", "fuzz", 600, python, "-m", "cula.fuzz", *draw)
+    yield step("fuzz", "fuzz", 600, python, "-m", "cula.fuzz", *draw, *(["--jobs", jobs] if gpu else []))
 
 
 def run(step: Step, folder: Path) -> Outcome:
@@ -125,13 +147,19 @@ def run(step: Step, folder: Path) -> Outcome:
         )
         try:
             status = process.wait(step.seconds)
-            what = "ok" if status == 0 else f"failed (exit status {status})"
+            what = f"failed (exit status {status})" if status else PARTLY if _has_more(step, folder) else "ok"
         except subprocess.TimeoutExpired:
             what = f"stopped after {step.seconds:.0f} s"
         finally:
             _stop(process)
-    tail = () if what == "ok" else tuple(log.read_text(errors="replace").splitlines()[-TAIL:])
+    tail = () if what in ("ok", PARTLY) else tuple(log.read_text(errors="replace").splitlines()[-TAIL:])
     return Outcome(step.name, what, time.monotonic() - start, tail)
+
+
+def _has_more(step: Step, folder: Path) -> bool:
+    """Whether a benchmark's budget ended before its cases did."""
+    path = folder / f"{step.name.removeprefix('bench-')}.json"
+    return step.group == "bench" and path.is_file() and bool(json.loads(path.read_text()).get("left_out"))
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -162,14 +190,12 @@ def compile_kernels(target: str) -> int:
 
 
 def check_kernels(target: str, folder: Path) -> int:
-    """Compare every kernel of a GPU with the torch backend; self-checks.json has all of them, off or not. 1 where one is off."""
+    """Compare the kernels that are new with the torch backend, into self-checks.json; 1 where one is off."""
     gpu = torch.cuda.current_device()
     arch = find_arch(torch.cuda.get_device_capability(gpu))
     assert arch is not None
     found: dict[str, dict] = {}
-    if arch.has_run:
-        print(f"{arch.title}'s kernels have a recorded run: none has to be compared")
-    for name in [] if arch.has_run else [variant.name for variant in collect(modules_of(target))]:
+    for name in (variant.name for variant in collect(modules_of(target)) if arch.is_new(variant.name)):
         try:
             of_kernel = self_check.recorded(name, target, torch.cuda.get_device_name(gpu), gpu)
         except build.CompileError as error:
@@ -204,6 +230,16 @@ def machine() -> dict[str, object]:
     }
 
 
+def done_before(folder: Path, facts: dict) -> dict[str, Outcome]:
+    """Steps of an earlier run on the same machine and sources that came to an end, by name."""
+    path = folder / "summary.json"
+    before = json.loads(path.read_text()) if path.is_file() else {"machine": None}
+    if before["machine"] != json.loads(json.dumps(facts)):
+        return {}
+    found = (Outcome(**(of | {"tail": tuple(of["tail"])})) for of in before["steps"])
+    return {outcome.name: outcome for outcome in found if outcome.what == "ok"}
+
+
 def summary(facts: dict, outcomes: Sequence[Outcome]) -> str:
     """The page that a reader sees first."""
     gpus = "; ".join(facts["gpus"])
@@ -225,9 +261,11 @@ def summary(facts: dict, outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("blackwell-report"), help="a folder, beside which its .zip is made")
+    parser.add_argument("--out", type=Path, default=Path("hardware-report"), help="a folder, beside which its .zip is made")
     parser.add_argument("--steps", help="some of them, as in self-checks,tests")
     parser.add_argument("--most", type=float, default=3600.0, metavar="SECONDS", help="that a step may take")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="after which no step is begun")
+    parser.add_argument("--fla", type=Path, help="a clone of flash-linear-attention, whose tests are run too")
     parser.add_argument("--do", choices=("compile", "self-checks"), help=argparse.SUPPRESS)  # a step's own process
     args = parser.parse_args(argv)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -239,22 +277,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return compile_kernels(target) if args.do == "compile" else check_kernels(target, args.out)
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    listed = list(steps(folder, target, args.most))
+    began = time.monotonic()
+    listed = list(steps(folder, target, args.most, args.fla))
     wanted = {step.group for step in listed} if args.steps is None else set(args.steps.split(","))
     if unknown := wanted - {step.group for step in listed}:
         parser.error(f"--steps {','.join(sorted(unknown))}: there are {', '.join(dict.fromkeys(s.group for s in listed))}")
-    facts, outcomes = machine(), []
+    facts = machine()
+    outcomes = {name: of for name, of in done_before(folder, facts).items() if name in {step.name for step in listed}}
     for step in listed:
-        if step.group in wanted:
-            print(f"{step.name} ...", flush=True)
-            outcomes.append(run(step, folder))
-            print(f"{step.name}: {outcomes[-1].what}, {outcomes[-1].seconds:.0f} s", flush=True)
-            (folder / "summary.md").write_text(summary(facts, outcomes))
-            report = {"machine": facts, "steps": [asdict(outcome) for outcome in outcomes]}
-            (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        left = args.budget - (time.monotonic() - began)
+        if step.group not in wanted or step.name in outcomes or left <= 0:
+            continue
+        print(f"{step.name} ...", flush=True)
+        outcomes[step.name] = outcome = run(replace(step, seconds=min(step.seconds, left)), folder)
+        print(f"{step.name}: {outcome.what}, {outcome.seconds:.0f} s", flush=True)
+        in_order = [outcomes[each.name] for each in listed if each.name in outcomes]
+        (folder / "summary.md").write_text(summary(facts, in_order))
+        report = {"machine": facts, "steps": [asdict(each) for each in in_order]}
+        (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
     archive = shutil.make_archive(str(folder), "zip", folder.parent, folder.name)
     print(f"{folder / 'summary.md'}\nplease send {archive} with an issue: what failed is as welcome as what did not")
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+    return 0 if all(outcome.is_good for outcome in outcomes.values()) else 1
 
 
 if __name__ == "__main__":
