@@ -11,7 +11,7 @@ from tools.ptx import compile_together
 for arch, groups in {
     "sm_90a": (
         variants.HOPPER_KDA, variants.HOPPER_FUSED_KDA, variants.HOPPER_KDA_BWD, variants.HOPPER_GDN, variants.HOPPER_GDN_BWD,
-        variants.HOPPER_LIGHTNING, variants.HOPPER_DECODE, variants.DECODE_STEPS,
+        variants.HOPPER_LIGHTNING, variants.HOPPER_LIGHTNING_BWD, variants.HOPPER_DECODE, variants.DECODE_STEPS,
     ),
     "sm_100a": (
         variants.BLACKWELL_KDA, variants.MORE_BLACKWELL_KDA, variants.BLACKWELL_LIGHTNING, variants.BLACKWELL_DECODE,

@@ -27,6 +27,7 @@ from tests.support.abi import swapped
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tests.support.variants import DECODE_STEPS
 from tools import ptx
+from tools.ptx.mutate import replace, without
 
 D, SLOTS = 128, 7
 BF16, F32 = torch.bfloat16, torch.float32
@@ -207,6 +208,17 @@ def interpreted(monkeypatch):
 def test_interpreted(interpreted, case):
     interpreted(races=True)
     check(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [without(r"st\.global\.v4\.b32[^;]*;", 0), replace(r"shfl\.sync\.bfly\.b32\s+(\S+), (\S+), [^;]*;", r"mov.b32 \1, \2;", 0)],
+    ids=["a row of a state is not kept", "lanes are not added up"],
+)
+def test_a_broken_kernel_is_noticed(interpreted, edit):
+    interpreted(edit=edit)
+    with pytest.raises(AssertionError):
+        check(CASES[0], "cpu")
 
 
 @pytest.mark.slow

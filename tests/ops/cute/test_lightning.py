@@ -2,6 +2,7 @@
 """Lightning prefill on the CuTe kernels: what the backend takes, how it schedules sequences, and the numbers of
 every kernel and schedule."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -23,6 +24,8 @@ from cula.reference import relative_error
 from tests.support.abi import swapped
 from tests.support.calls import TOLERANCE, LightningCall
 from tests.support.replay import replay, replay_on_cpu, stand_in
+from tools import ptx
+from tools.ptx.mutate import WGMMA_WAIT, without, without_wait
 
 HOPPER = LightningProblem(
     device="cuda",
@@ -144,14 +147,12 @@ def device(monkeypatch):
         return torch.device("cuda")
     if build.missing():
         pytest.skip(build.missing())
-    from tools import ptx
-
     ptx.interpret(monkeypatch, lightning)
     return torch.device("cpu")
 
 
-def run_twice(call, kernel, per_seq, device):
-    """Outputs and last states of a call, and the same from the recurrence."""
+def run(call, kernel, per_seq, device):
+    """Outputs and last states of a call, and the same from the recurrence. On a GPU it runs twice."""
     tensors = call.tensors(device)
     problem, x = check_lightning(LightningInputs(**tensors), LightningOptions(output_final_state=True))
     schedule = make_schedule(problem, kernel, per_seq, NUM_SMS)
@@ -159,19 +160,38 @@ def run_twice(call, kernel, per_seq, device):
     out = torch.full_like(x.v, float("nan"))
     o = lightning.run(problem, x, schedule, state, out)
     assert o is out
-    again = lightning.run(problem, x, schedule, torch.empty_like(state))
-    assert torch.equal(o, again), "two runs give the same bits"
+    if device.type == "cuda":
+        again = lightning.run(problem, x, schedule, torch.empty_like(state))
+        assert torch.equal(o, again), "two runs give the same bits"
     return (o, state), reference.lightning(**tensors)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", ["d128", "d128_half", "d64"])
+def schedules():
+    """Every kernel with every case; of the kernels beside the first those that take other ways are enough for a quick run."""
+    for kernel in ("d128", "d128_half", "d64"):
+        for name in CASES:
+            is_quick = kernel == "d128" or name in ("packed", "packed, split")
+            yield pytest.param(kernel, name, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("kernel", "name"), [*schedules()])
 def test_every_kernel_and_schedule_matches_the_recurrence(device, kernel, name):
     D = 64 if kernel == "d64" else 128
     call = dataclasses.replace(CASES[name]["call"], dtype=torch.bfloat16, H=1, HV=2, K=D, V=D)
-    (o, state), (want_o, want_state) = run_twice(call, kernel, CASES[name].get("per_seq", 1), device)
+    (o, state), (want_o, want_state) = run(call, kernel, CASES[name].get("per_seq", 1), device)
     assert relative_error(o, want_o) < TOLERANCE[torch.bfloat16]
     assert relative_error(state, want_state) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("edit", [without_wait(-1), without(WGMMA_WAIT, 1)], ids=["no wait for tiles", "no wait for products"])
+def test_a_broken_kernel_is_noticed(monkeypatch, edit):
+    if build.missing() or torch.cuda.is_available():
+        pytest.skip(build.missing() or "the interpreter is for machines without a GPU")
+    ptx.interpret(monkeypatch, lightning)(edit=edit)
+    call = LightningCall(dtype=torch.bfloat16, T=200, H=1, HV=1, K=64, V=64)
+    with contextlib.suppress(ptx.SimulationError):
+        (o, _), (want, _) = run(call, "d64", 1, torch.device("cpu"))
+        assert not relative_error(o, want) < TOLERANCE[torch.bfloat16]
 
 
 def test_another_sequences_nan_stays_there(device):

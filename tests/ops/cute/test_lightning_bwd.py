@@ -25,6 +25,7 @@ from cula.reference import relative_error
 from tests.ops.cute.test_lightning import HOPPER, NUM_SMS, check_lightning
 from tests.support.abi import swapped
 from tests.support.calls import LightningCall
+from tests.support.orders import in_each_order
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, without, without_wait
@@ -123,7 +124,7 @@ def test_interpreted_more(interpreted, name):
     assert is_right(*MORE[name])
 
 
-@pytest.mark.parametrize("order", ["early", "first", "last"])
+@in_each_order
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     interpreted(order)
     assert is_right(*SHORT)
