@@ -17,7 +17,7 @@ test: $(VENV)/installed
 test-hopper: $(VENV)/installed  # every Hopper kernel compiled, and looked at
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow -k 'sm_90a and not many' tests/ops/cute/test_compile.py
 
-test-slow: $(VENV)/installed  # all that takes minutes: kernels for every architecture, longer simulations
+test-slow: $(VENV)/installed  # the others: every kernel for every architecture, rarer variants, more orders of work
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: $(VENV)/installed  # a minute of calls drawn at random, against float64

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that never ran on hardware are compared with torch where they first meet it; here with made-up GPUs and figures.
 
-That the comparison itself tells right from wrong is tested with the kernels, in test_kda.py and test_decode.py.
+That the comparison itself tells right from wrong is tested with the kernels, in test_kda_waits.py and test_decode.py.
 """
 
 import dataclasses
