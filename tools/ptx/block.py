@@ -80,6 +80,13 @@ class Block:
         for views in self.views.values():
             views.enter(index, grid)
 
+    def forget(self):
+        """Let go of memory, and of what waits for it to change."""
+        self.gmem = self.races = self.smem = self.smem_rows = self.smem_words = None
+        self.waits = [None] * self.warps
+        for part in (self.barriers, self.copies, self.wgmma, self.tmem):
+            part.start()
+
     # The scheduler.
 
     def run(self):

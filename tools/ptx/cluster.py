@@ -39,6 +39,12 @@ class Cluster:
             own = tuple(first + at for first, at in zip(index, inside))
             block.start(parameters, gmem, own, grid, smem_bytes, order)
 
+    def forget(self):
+        """Let go of the memories of the blocks that have run, and of what was known of accesses to them: a hundred megabytes."""
+        self.events, self.smem, self.smem_words, self.races = [], None, None, None
+        for block in self.blocks:
+            block.forget()
+
     # The scheduler.
 
     def run(self):

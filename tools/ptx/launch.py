@@ -12,7 +12,7 @@ from tools.ptx.program import Program
 from tools.ptx.values import CLUSTER_BLOCKS, SMEM_BYTES, SimulationError, Unsupported
 
 
-@functools.lru_cache(maxsize=16)  # of tens of megabytes each; a call of a backend launches a few
+@functools.lru_cache(maxsize=6)  # of tens of megabytes each; a call of a backend launches a few
 def prepared(ptx, kernel, size=None, cluster=(1, 1, 1)):
     """The parsed program and the blocks of a cluster to run it in; translated code stays with them."""
     program = Program(ptx, kernel, size)
@@ -48,7 +48,10 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None
         if len(raw) > size:
             raise SimulationError(f"parameter {name[-12:]} has {size} bytes, {len(raw)} given")
         space[at : at + len(raw)] = raw
-    with np.errstate(all="ignore"):
-        for z, y, x in itertools.product(*(range(0, n, along) for n, along in reversed([*zip(grid, cluster)]))):
-            together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order], races)
-            together.run()
+    try:
+        with np.errstate(all="ignore"):
+            for z, y, x in itertools.product(*(range(0, n, along) for n, along in reversed([*zip(grid, cluster)]))):
+                together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order], races)
+                together.run()
+    finally:
+        together.forget()
