@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from cula import settings
-from cula.core.constants import CHUNK
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.gdn_abi import K, V
 from cula.ops.cute.gdn_bwd_abi import BACKWARD, OF_A, OF_BIAS, SHARES, workspace_bytes
+from cula.ops.cute.kda_bwd_schedule import Schedule, schedule_on
 from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
 
@@ -40,15 +40,14 @@ def variant(problem: GdnProblem) -> str:
     return f"bwd_gdn_{problem.gate}"
 
 
-def num_chunks(problem: GdnProblem) -> int:
-    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
-    p = problem
-    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
-
-
 def gdn_bwd(problem: GdnProblem, x: GdnInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
-    p, device, chunks = problem, x.q.device, num_chunks(problem)
+    return run(problem, x, do, dht, schedule_on(problem, x.q.device))
+
+
+def run(problem: GdnProblem, x: GdnInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
+    """The same with a given schedule."""
+    p, device, chunks = problem, x.q.device, made_for.chunks
     x = x._replace(g=x.g.float())  # one number a token and head
     x = x._replace(
         **{name: as_tokens(getattr(x, name)) for name in TOKENS},
@@ -70,9 +69,9 @@ def gdn_bwd(problem: GdnProblem, x: GdnInputs, saved: tuple[Tensor | None, ...],
     tensors |= {"A_log": none if x.A_log is None else x.A_log, "dt_bias": none if x.dt_bias is None else x.dt_bias}
     tensors |= {"do": do, "h0": x.initial_state, "dht": dht, "cu": x.cu_seqlens, "dq": dq, "dk": dk, "dv": dv, "dg": dg}
     tensors |= {"dbeta": dbeta, "shares": shares, "dh0": dh0}
-    tensors["workspace"] = new(workspace_bytes(chunks * p.HV), dtype=torch.uint8)
+    tensors["workspace"] = new(workspace_bytes(chunks * p.HV, made_for.transitions * p.HV), dtype=torch.uint8)
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, chunks))
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for))
     load(variant(p), target_of(p.sm))(*addresses, *numbers, stream_of(device))
     of_chunks = shares.sum(0)  # [HV, SHARES]
     dA_log = None if x.A_log is None else of_chunks[:, OF_A].contiguous()
@@ -80,7 +79,7 @@ def gdn_bwd(problem: GdnProblem, x: GdnInputs, saved: tuple[Tensor | None, ...],
     return KdaGrads(dq, dk, dv, dg.to(p.g_dtype), dbeta, dA_log, ddt_bias, dh0)
 
 
-def _numbers(p: GdnProblem, x: GdnInputs, do: Tensor, dht: Tensor | None, chunks: int) -> dict[str, Any]:
+def _numbers(p: GdnProblem, x: GdnInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> dict[str, Any]:
     """The arguments that are not addresses, by name."""
     strides = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
@@ -102,7 +101,7 @@ def _numbers(p: GdnProblem, x: GdnInputs, do: Tensor, dht: Tensor | None, chunks
         "has_dh0": int(x.initial_state is not None),
         "length": 0 if p.is_packed else p.T,
         "halvings": (p.N - 1).bit_length(),
-        "chunks": chunks,
+        **made_for.numbers(),
     }
 
 

@@ -11,6 +11,7 @@ Arguments that the forward has too are those of `gdn_abi.py`; these come besides
 | g, dg      | [T, HV], float32: here gates have one type                                                                     |
 | dv, dbeta  | as v and beta                                                                                                  |
 | shares     | [chunks, HV, 2], float32: what a chunk adds to the gradients of dt_bias and A_log; written where gates are raw |
+| segments ... has_transitions | a `kda_bwd_schedule.Schedule`                                                                |
 | halvings   | how often N sequences are halved to find one of them                                                           |
 | workspace  | `WORKSPACE`                                                                                                     |
 """
@@ -34,12 +35,12 @@ _PROBLEM = (
     *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "length", "halvings", "chunks"),
 )
 
-BACKWARD = Abi("gdn_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
+BACKWARD = Abi("gdn_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM, kda_bwd_abi.SCHEDULE)
 
-# What KDA's kernels hand on. A record is a chunk's of one value head.
-_HANDED_ON = ("tiles", "T", "P", "vec", "done", "S", "U", "dS", "dX", "factors")
+# What KDA's kernels hand on. A record is a chunk's of one value head, a transition a segment's.
+_HANDED_ON = ("tiles", "T", "P", "vec", "done", "M", "ends", "S", "U", "dS", "dX", "factors")
 WORKSPACE = Workspace(tuple(section for section in kda_bwd_abi.WORKSPACE.sections if section.name in _HANDED_ON))
 
 
-def workspace_bytes(records: int) -> int:
-    return WORKSPACE.offsets(records=records, one=1)["end"]
+def workspace_bytes(records: int, transitions: int) -> int:
+    return WORKSPACE.offsets(records=records, one=1, transitions=transitions)["end"]

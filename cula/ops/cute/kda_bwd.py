@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it.
 
-`sm90/kda_bwd.py` launches three kernels and a short one, and `kda_bwd_abi.py` describes what they are given. The forward keeps
+`sm90/kda_bwd.py` launches three kernels and a short one, and two more where few heads are cut into segments that have to be
+chained. `kda_bwd_schedule.py` says how long segments are, and `kda_bwd_abi.py` what the kernels are given. The forward keeps
 nothing for them but its inputs.
 """
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cula import settings
-from cula.core.constants import CHUNK
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import prefill_labels, resized
 from cula.core.replay.torch_internals import Form
@@ -24,10 +24,11 @@ from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
-from cula.ops.cute.kda_bwd_abi import BACKWARD, workspace_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, Makes, workspace_bytes
+from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on
 from cula.ops.cute.kda_schedule import are_too_many, variant
 from cula.ops.cute.launch import Source, record
-from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
+from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 TOKENS = ("q", "k", "v", "g", "beta", "do")
@@ -45,6 +46,11 @@ def why_not(problem: KdaProblem) -> str | None:
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
+    return run(problem, x, do, dht, schedule_on(problem, x.q.device))
+
+
+def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
+    """The same with a given schedule."""
     p, device = problem, x.q.device
     x = x._replace(
         q=as_tokens(x.q),
@@ -68,10 +74,12 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
         "dht": dht,
         "cu": x.cu_seqlens,
         **{_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)},
-        "workspace": torch.empty(_workspace_bytes(p), dtype=torch.uint8, device=device),
+        "M": None,
+        "B": None,
+        "workspace": torch.empty(_workspace_bytes(p, made_for), dtype=torch.uint8, device=device),
     }
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht))
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for))
     _kernel(p)(*addresses, *numbers, stream_of(device))
     return grads
 
@@ -98,24 +106,27 @@ def record_kda_bwd(
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
     sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"]}
     sources |= {_MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
-    sources["workspace"] = ~len(KdaGrads._fields)
-    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht), tuple(_sizes(p)))
+    sources |= {"M": None, "B": None, "workspace": ~len(KdaGrads._fields)}
+    made_for = schedule_on(p, device)
+    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for), tuple(_sizes(p, made_for)))
     labels = prefill_labels(x, given, TOKENS, p.is_packed)
-    work = workspace(device.index, _workspace_bytes(p))
+    work = workspace(device.index, _workspace_bytes(p, made_for))
     there = _there(x)
-    return LaunchRecord(device.index, (launch,), _forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device.index)))
+    return LaunchRecord(device.index, (launch,), _forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
 
 
-def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: int | None) -> Callable[[int, int], Resized | None]:
+def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    is_packed = p.is_packed
+    is_packed, num_sms = p.is_packed, sms_of(device)
 
     def resize(first: int, second: int) -> Resized | None:
         B, T, N = (1, first, second) if is_packed else (first, second, first)
         other = resized(p, B, T, N)
         if not (B * T and N) or are_too_many(other):
             return None
-        return Resized(tuple(_sizes(other).values()), _forms(other, there), workspace(device, _workspace_bytes(other)))
+        made = schedule(other, num_sms)
+        work = workspace(device.index, _workspace_bytes(other, made))
+        return Resized(tuple(_sizes(other, made).values()), _forms(other, there), work)
 
     return resize
 
@@ -164,16 +175,12 @@ def _abi(p: KdaProblem) -> Abi:
     return of_gates(BACKWARD, p.has_scalar_gate, p.g_dtype.itemsize)
 
 
-def _num_chunks(p: KdaProblem) -> int:
-    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
-    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
+def _workspace_bytes(p: KdaProblem, made_for: Schedule) -> int:
+    shared = p.B * p.T * p.HV if p.H != p.HV else 0
+    return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV)
 
 
-def _workspace_bytes(p: KdaProblem) -> int:
-    return workspace_bytes(_num_chunks(p) * p.HV, p.B * p.T * p.HV if p.H != p.HV else 0)
-
-
-def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None) -> dict[str, int | float]:
+def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> dict[str, int | float]:
     """The arguments that are not addresses, by name."""
     numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
@@ -192,18 +199,19 @@ def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None) -> dic
         "has_dh0": int(has_h0),
         "has_A": int(has_A),
         "has_bias": int(has_bias),
+        "makes": Makes.GRADIENTS,
     }
-    return numbers | _sizes(p)
+    return numbers | _sizes(p, made_for)
 
 
-def _sizes(p: KdaProblem) -> dict[str, int]:
+def _sizes(p: KdaProblem, made_for: Schedule) -> dict[str, int]:
     """The arguments that follow from the numbers of tokens and sequences, by name."""
     return {
         "T": p.B * p.T,
         "N": p.N,
         "length": 0 if p.is_packed else p.T,
         "halvings": (p.N - 1).bit_length(),
-        "chunks": _num_chunks(p),
+        **made_for.numbers(),
     }
 
 

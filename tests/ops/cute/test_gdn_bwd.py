@@ -8,7 +8,6 @@ the workspace: what a kernel reads before it was written shows.
 
 import contextlib
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -18,13 +17,17 @@ from cula.core.dispatch import choose
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
 from cula.ops.cute import gdn_bwd
+from cula.ops.cute.kda_bwd_schedule import schedule
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
 from tests.ops.cute.test_gdn import Case, make
+from tests.ops.cute.test_kda_bwd import of_kernel
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
 
 ptx.compile_together("sm_90a", ("bwd_gdn_log", "bwd_gdn_softplus"))
+
+NUM_SMS = 132
 
 # Rounding to bf16 alone is 1.7e-3. The others are float32, of fp16 operands.
 TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.fromkeys(
@@ -102,6 +105,7 @@ def interpreted(monkeypatch):
         return made.fill_(0xFF if made.dtype == torch.uint8 else torch.nan)
 
     monkeypatch.setattr(torch, "empty", nothing)
+    monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
     return ptx.interpret(monkeypatch, gdn_bwd)
 
 
@@ -135,16 +139,6 @@ def test_gradients_of_shared_keys_are_sums_over_their_value_heads(interpreted):
     assert all(torch.equal(two.dv[:, :, i], one.dv[:, :, 0]) for i in range(2))
 
 
-def of_chunk_kernel(edit):
-    """An edit of the last kernel's text, which is the one that is not KDA's."""
-
-    def edit_one(text):
-        parts = re.split(r"(?=\.visible \.entry)", text)
-        return "".join(edit(part) if "chunk_kernel" in part[:200] else part for part in parts)
-
-    return edit_one
-
-
 # The first wait for products is for the compiler, which would not have any in flight where a loop begins; the second covers it.
 FAULTS = {
     **{f"no wait for products, {i}": ("late", without(WGMMA_WAIT, i)) for i in range(1, 6)},
@@ -157,7 +151,7 @@ QUICK = ("no wait for products, 2", "no barrier, 4")
 @pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS if f not in QUICK)])
 def test_broken_kernels_are_noticed(interpreted, fault):
     order, edit = FAULTS[fault]
-    interpreted(order, of_chunk_kernel(edit), races=True)
+    interpreted(order, of_kernel("chunk_kernel", edit), races=True)  # which is the one that is not KDA's
     with contextlib.suppress(ptx.SimulationError):
         assert not is_right(Case((40,), HV=3), 1.0)
 

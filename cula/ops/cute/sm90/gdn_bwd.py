@@ -30,12 +30,12 @@ from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
 from cula.ops.cute.gdn_bwd_abi import SHARES
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS
+from cula.ops.cute.kda_bwd_abi import FACTORS, Makes
 from cula.ops.cute.toolchain.variants import Variant
 
 from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
-from .kda_bwd import launch_intra, launch_walks
-from .kda_bwd_recurrence import WalkSizes
+from .kda_bwd import end_states, launch_intra, launch_transitions, launch_walks, transitions_at
+from .kda_bwd_segments import WalkSizes
 
 
 class Work(NamedTuple):
@@ -47,6 +47,9 @@ class Work(NamedTuple):
     vec: Any  # [chunks, HV, VEC]
     all_vecs: Any  # the same as [records, VEC]
     done: Any  # [1]
+    M: Any  # [segments HV, 128, 128]
+    all_m: Any  # the same as [128 segments HV, 128]
+    ends: Any  # [3, segments HV, 128, 128]
     S: Any  # [128 records, 128]
     U: Any  # [64 records, 128]
     dS: Any
@@ -54,10 +57,10 @@ class Work(NamedTuple):
     factors: Any  # [records, FACTORS]
 
 
-def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+def work_at(workspace: Any, chunks: Any, transitions: Any, HV: Any) -> Work:
     """The tensors of the workspace."""
     records, align = chunks * HV, gdn_bwd_abi.BACKWARD.alignment["workspace"]
-    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1), transitions=Int64(transitions))
 
     def part(name: str, t: Any, layout: Any) -> Any:
         return cute.make_tensor(at_address(t, workspace + offsets[name], align), layout)
@@ -74,6 +77,7 @@ def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
         all_vecs=rows("vec", F32, 1, VEC),
         done=part("done", I32, cute.make_layout(1)),
         factors=rows("factors", F32, 1, FACTORS),
+        **transitions_at(part, transitions),
         **squares,
         **states,
         **tokens,
@@ -190,6 +194,9 @@ def backward_host(
     length: I32,
     halvings: I32,
     chunks: I32,
+    segments: I32,
+    per_segment: I32,
+    has_transitions: I32,
     stream,
     variant: cutlass.Constexpr,
 ):
@@ -201,14 +208,17 @@ def backward_host(
         (T, N, H, HV),
         variant,
     )
-    work, group = work_at(workspace, chunks, HV), HV // H
+    work, group = work_at(workspace, chunks, segments * HV * has_transitions, HV), HV // H
     spans, rows = chunks // N if length > 0 else chunks, N if length > 0 else I32(1)
     of_intra = IntraScalars(scale, F32(0.0), beta_top, beta_bits)
     launch_intra(work, x, of_intra, length, halvings, group, (HV, spans, rows), stream, variant)
-    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
-    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
-    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
-    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
+    ends = end_states((h0, dht, dh0, dh0, dh0), N, HV)  # nobody asks for transitions of whole sequences here
+    of_block = WalkSizes(
+        has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, I32(Makes.GRADIENTS)
+    )  # fmt: skip
+    if has_transitions == 1:
+        launch_transitions(work, x, ends, of_block, N, segments, stream)
+    launch_walks(work, x, ends, of_block, segments, stream, True)
     made = Gradients(dq, dk, dv, dg, dbeta, shares)
     memory = chunk_memory(work, x, made, T, H, HV, chunks)
     scalars = ChunkScalars(scale, beta_top, beta_bits, length, halvings, group)
