@@ -23,6 +23,7 @@ from cula.ops.cute.kda_bwd_schedule import Schedule, schedule_on
 from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
 
+OPS = ("gdn_bwd", "gdn_transition", "gdn_state_grad")  # the latter two are KDA's, with one gate a head
 TOKENS = ("q", "k", "v", "g", "beta")
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it.
+"""The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it; transitions, and gradients of first
+states alone, by the same kernels.
 
 `sm90/kda_bwd.py` launches three kernels and a short one, and two more where few heads are cut into segments that have to be
 chained. `kda_bwd_schedule.py` says how long segments are, and `kda_bwd_abi.py` what the kernels are given. The forward keeps
@@ -24,13 +25,14 @@ from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
-from cula.ops.cute.kda_bwd_abi import BACKWARD, Makes, workspace_bytes
-from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, workspace_bytes
+from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many, variant
 from cula.ops.cute.launch import Source, record
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
+OPS = ("kda_bwd", "kda_transition", "kda_state_grad")  # which these kernels do
 TOKENS = ("q", "k", "v", "g", "beta", "do")
 
 
@@ -52,6 +54,49 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
 def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
     """The same with a given schedule."""
     p, device = problem, x.q.device
+    made = [None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in _forms(p, _there(x))]
+    grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
+    _launch(p, x, do, dht, {_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}, made_for, Makes.GRADIENTS)
+    return grads
+
+
+def kda_transition(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
+    """The affine transition of each sequence, `ht = h0 @ M + B`: M [N, HV, K, K] and B [N, HV, V, K], float32."""
+    return transition(problem, x, whole_on(problem, x.q.device))
+
+
+def transition(problem: KdaProblem, x: KdaInputs, made_for: Schedule) -> tuple[Tensor, Tensor]:
+    """The same with a given schedule."""
+    p = problem
+    M, B = (torch.empty((p.N, p.HV, rows, K), dtype=torch.float32, device=x.q.device) for rows in (K, V))
+    _launch(p, x, x.v, None, {"M": M, "B": B}, made_for, Makes.TRANSITION)  # v stands for do, which nobody reads
+    return M, B
+
+
+def kda_state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
+    """The gradient of the first states, and nothing else."""
+    return state_grad(problem, x, do, dht, whole_on(problem, x.q.device))
+
+
+def state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> Tensor:
+    """The same with a given schedule."""
+    p = problem
+    dh0 = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=x.q.device)
+    _launch(p, x._replace(initial_state=None), do, dht, {"dh0": dh0}, made_for, Makes.STATE_GRAD)
+    return dh0
+
+
+def _launch(
+    p: KdaProblem,
+    x: KdaInputs,
+    do: Tensor,
+    dht: Tensor | None,
+    made: dict[str, Tensor | None],
+    made_for: Schedule,
+    makes: Makes,
+) -> None:
+    """Launch the kernels, which write to the tensors in `made`, by their names."""
+    device = x.q.device
     x = x._replace(
         q=as_tokens(x.q),
         k=as_tokens(x.k),
@@ -62,8 +107,6 @@ def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_
     )
     do = as_tokens(do)
     dht = None if dht is None else as_states(dht.float().contiguous())
-    made = [None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in _forms(p, _there(x))]
-    grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
     no_A, no_bias = _no_gate(device, p.HV)
     tensors: dict[str, Tensor | None] = {
         **{name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")},
@@ -73,15 +116,13 @@ def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_
         "h0": x.initial_state,
         "dht": dht,
         "cu": x.cu_seqlens,
-        **{_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)},
-        "M": None,
-        "B": None,
-        "workspace": torch.empty(_workspace_bytes(p, made_for), dtype=torch.uint8, device=device),
+        **dict.fromkeys(WRITTEN),
+        **made,
+        "workspace": torch.empty(_workspace_bytes(p, made_for, makes), dtype=torch.uint8, device=device),
     }
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for))
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for, makes))
     _kernel(p)(*addresses, *numbers, stream_of(device))
-    return grads
 
 
 class GivenGrads(NamedTuple):
@@ -175,12 +216,16 @@ def _abi(p: KdaProblem) -> Abi:
     return of_gates(BACKWARD, p.has_scalar_gate, p.g_dtype.itemsize)
 
 
-def _workspace_bytes(p: KdaProblem, made_for: Schedule) -> int:
+def _workspace_bytes(p: KdaProblem, made_for: Schedule, makes: Makes = Makes.GRADIENTS) -> int:
+    if makes != Makes.GRADIENTS:
+        return bytes_for_transitions(made_for.chunks * p.HV, made_for.transitions * p.HV)
     shared = p.B * p.T * p.HV if p.H != p.HV else 0
     return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV)
 
 
-def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> dict[str, int | float]:
+def _numbers(
+    p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule, makes: Makes = Makes.GRADIENTS
+) -> dict[str, int | float]:
     """The arguments that are not addresses, by name."""
     numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
@@ -199,7 +244,7 @@ def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_f
         "has_dh0": int(has_h0),
         "has_A": int(has_A),
         "has_bias": int(has_bias),
-        "makes": Makes.GRADIENTS,
+        "makes": makes,
     }
     return numbers | _sizes(p, made_for)
 

@@ -36,6 +36,7 @@ _GIVEN = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
 )  # fmt: skip
 _MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, M=16, B=16, workspace=64)
+WRITTEN = tuple(a.name for a in _MADE if a.name != "workspace")
 _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in ("token", "head")), "beta_token")
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),

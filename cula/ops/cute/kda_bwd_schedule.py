@@ -92,3 +92,9 @@ def _longest(p: KdaProblem | GdnProblem) -> int:
 def schedule_on(problem: KdaProblem | GdnProblem, device: torch.device) -> Schedule:
     """The schedule of a call on a GPU of this machine."""
     return schedule(problem, sms_of(device))
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_on(problem: KdaProblem | GdnProblem, device: torch.device) -> Schedule:
+    """`whole_sequences` on a GPU of this machine."""
+    return whole_sequences(problem, sms_of(device))

@@ -9,13 +9,20 @@ import math
 import pytest
 import torch
 
+from cula import reference
 from cula.core.constants import CHUNK
+from cula.core.dispatch import choose
+from cula.gdn.problem import GdnOptions, GdnProblem
+from cula.kda.problem import KdaInputs, KdaProblem
 from cula.ops.cute import kda_bwd
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, split_into, whole_sequences
+from cula.ops.cute.toolchain import loader
+from cula.reference import relative_error
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_bwd import (  # noqa: F401
     NUM_SMS,
     TOLERANCE,
+    TRAINING,
     error_of,
     gradients_of_outputs,
     interpreted,
@@ -26,8 +33,8 @@ from tests.ops.cute.test_kda_dispatch import HOPPER
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
 
-# (A call, the size of the gradients that come in, chunks of a segment). A boundary that is no further than four chunks from an end
-# warms up from there, whatever the gate, so that chained sequences have more.
+# (A call, the size of the gradients that come in, chunks of a segment). A boundary that is no further than four chunks from an
+# end warms up from there, whatever the gate, so that chained sequences have more.
 CHAINED = Case((390,), is_packed=False, shift=-8.0), 1.0, 2
 WARM = Case((390,), is_packed=False), 1.0, 2
 MORE = [
@@ -100,6 +107,81 @@ def test_sequences_that_do_not_forget_are_not_cut_where_nobody_makes_transitions
     )
     assert all(torch.equal(a, b) for a, b in zip(cut, whole))
     assert not torch.equal(chained.d_initial_state, whole.d_initial_state)
+
+
+# What is made of whole sequences
+
+
+def last_states(p: KdaProblem, x: KdaInputs, h0: torch.Tensor) -> torch.Tensor:
+    """In float64, by the definition."""
+    x = x._replace(**{n: None if t is None else t.double() for n, t in zip(x._fields[:-1], x[:-1])})
+    decays = x.g
+    if p.options.use_gate_in_kernel:
+        parameters = [None if t is None else t.flatten() for t in (x.A_log, x.dt_bias)]
+        if not p.has_scalar_gate:
+            parameters[0] = parameters[0].repeat_interleave(p.K)
+        decays = reference.kda_gate(x.g.flatten(2), *parameters, p.options.lower_bound).view_as(x.g)
+    switches = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": p.options.use_beta_sigmoid_in_kernel}
+    return reference.kda(*x[:3], decays, x.beta, initial_state=h0.double(), cu_seqlens=x.cu_seqlens, **switches)[1]
+
+
+def errors_of_whole(case: Case, size: float, per_segment: int, device: str = "cpu") -> dict[str, float]:
+    """Of M, B and gradients of first states, with and without one that comes in."""
+    p, x = make(case, device)
+    do, dht = gradients_of_outputs(p, size, device)
+    made_for = split_into(p, per_segment, True)
+    M, B = kda_bwd.transition(p, x, made_for)
+    ones = torch.eye(p.K, device=device).expand(p.N, p.HV, p.K, p.K)
+    want_B = last_states(p, x, torch.zeros_like(ones))
+    want = {"M": (M, last_states(p, x, ones) - want_B), "B": (B, want_B)}
+    of_both = x if x.initial_state is not None else x._replace(initial_state=torch.zeros_like(ones))
+    for name, given in (("C", None), ("dh0", dht)):
+        want[name] = kda_bwd.state_grad(p, x, do, given, made_for), wanted(p, of_both, do, given).d_initial_state
+    return {name: relative_error(a, b) for name, (a, b) in want.items()}
+
+
+def are_whole_right(*case) -> bool:
+    errors = errors_of_whole(*case)
+    print(errors)
+    return all(e < TOLERANCE["d_initial_state"] for e in errors.values())
+
+
+WHOLE = [
+    (Case((390,), is_packed=False, shift=-8.0), 1.0, 2),
+    (Case((100,), HV=2, shift=-6.0), 1e-5, 100),
+    (Case((330, 0, 70), shift=-8.0, are_keys_alike=True), 1e4, 1),
+    (Case((450, 60), gate="softplus", shift=-4.0, has_scalar_gate=True, HV=2, has_state=False), 1.0, 3),
+    (Case((130, 130), is_packed=False, gate="log", decays="zero", g=torch.float32, size=1e4, has_raw_beta=False), 1e-4, 1),
+]
+
+
+@pytest.mark.parametrize("case", [WHOLE[0], *(pytest.param(c, marks=pytest.mark.slow) for c in WHOLE[1:])], ids=str)
+def test_of_whole_sequences(interpreted, case):  # noqa: F811
+    assert are_whole_right(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["early", "first", "last"])
+def test_order_does_not_matter_for_whole_sequences(interpreted, order):  # noqa: F811
+    interpreted(order, races=True)
+    assert are_whole_right(Case((330,), is_packed=False, shift=-8.0), 1.0, 1)
+
+
+@pytest.mark.parametrize("family", ["kda", "gdn"])
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_context_parallelism_finds_them(monkeypatch, family, is_asked_for):
+    """A scan's backward is a short pass for C and one backward, of one backend."""
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setenv("CULA_UNPROVEN", str(int(is_asked_for)))
+    problem = TRAINING
+    if family == "gdn":
+        of_gdn = {name: value for name, value in vars(TRAINING).items() if name not in ("has_scalar_gate", "options")}
+        problem = GdnProblem(**of_gdn, options=GdnOptions(use_qk_l2norm_in_kernel=True))
+    for op in ("transition", "bwd"):
+        chosen = choose(f"{family}_{op}", problem)
+        assert chosen.name == ("cute_sm90" if is_asked_for else "triton")
+    found = chosen.backend.find(family, f"{family}_state_grad")
+    assert (found is not None) == is_asked_for
 
 
 # The simulator's orders, and faults
@@ -193,3 +275,23 @@ def test_batch_invariant_calls_have_segments_of_one_length():
 @pytest.mark.parametrize("has_transitions", [True, False])
 def test_on_a_gpu(kernels, case, size, per_segment, has_transitions):  # noqa: F811
     assert is_right(case, size, per_segment, has_transitions, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*WHOLE, *ON_A_GPU], ids=str)
+def test_of_whole_sequences_on_a_gpu(kernels, case):  # noqa: F811
+    assert are_whole_right(*case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["kda", "gdn"])
+def test_passes_of_context_parallelism_on_a_gpu(kernels, monkeypatch, family):  # noqa: F811
+    """By the schedules that calls have: M, B and C beside a forward and a backward of the whole."""
+    monkeypatch.setenv("CULA_UNPROVEN", "1")
+    p, x = make(Case((9000,), H=2, HV=4, shift=-8.0, has_scalar_gate=family == "gdn", gate="log", decays="random"), "cuda")
+    do, dht = gradients_of_outputs(p, 1.0, "cuda")
+    M, B = kda_bwd.kda_transition(p, x)
+    assert relative_error(x.initial_state.double() @ M.double() + B.double(), last_states(p, x, x.initial_state)) < 2e-3
+    C, want = kda_bwd.kda_state_grad(p, x, do), wanted(p, x, do, dht).d_initial_state
+    assert relative_error(dht.double() @ M.double().mT + C.double(), want) < 2e-3
+    assert relative_error(kda_bwd.kda_state_grad(p, x, do, dht), want) < 2e-3
