@@ -29,7 +29,7 @@ from cula.ops.cute import gdn_bwd as backward
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
-from cula.ops.cute.gdn_bwd import gdn_bwd
+from cula.ops.cute.gdn_bwd import gdn_bwd, record_gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -48,6 +48,7 @@ __all__ = [
     "how",
     "kernels",
     "pool_why_not",
+    "record_gdn_bwd",
     "record_gdn_decode",
     "record_gdn_fwd",
     "record_gdn_fwd_checkpoints",

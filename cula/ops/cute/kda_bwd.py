@@ -21,6 +21,7 @@ from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import prefill_labels, resized
 from cula.core.replay.torch_internals import Form
 from cula.core.replay.workspace import workspace
+from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
@@ -54,9 +55,11 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
 def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
     """The same with a given schedule."""
     p, device = problem, x.q.device
-    made = [None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in _forms(p, _there(x))]
+    made = [
+        None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in forms(p, parameters_there(x))
+    ]
     grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
-    _launch(p, x, do, dht, {_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}, made_for, Makes.GRADIENTS)
+    _launch(p, x, do, dht, {MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}, made_for, Makes.GRADIENTS)
     return grads
 
 
@@ -146,14 +149,14 @@ def record_kda_bwd(
     sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "dht")}
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
     sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"]}
-    sources |= {_MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
+    sources |= {MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
     sources |= {"M": None, "B": None, "workspace": ~len(KdaGrads._fields)}
     made_for = schedule_on(p, device)
     launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for), tuple(_sizes(p, made_for)))
     labels = prefill_labels(x, given, TOKENS, p.is_packed)
     work = workspace(device.index, _workspace_bytes(p, made_for))
-    there = _there(x)
-    return LaunchRecord(device.index, (launch,), _forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
+    there = parameters_there(x)
+    return LaunchRecord(device.index, (launch,), forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
 
 
 def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[[int, int], Resized | None]:
@@ -167,23 +170,23 @@ def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device)
             return None
         made = schedule(other, num_sms)
         work = workspace(device.index, _workspace_bytes(other, made))
-        return Resized(tuple(_sizes(other, made).values()), _forms(other, there), work)
+        return Resized(tuple(_sizes(other, made).values()), forms(other, there), work)
 
     return resize
 
 
-_MADE = {"d_initial_state": "dh0"}  # gradients whose addresses have other names
+MADE = {"d_initial_state": "dh0"}  # gradients whose addresses have other names
 
 
-def _there(x: KdaInputs) -> tuple[bool, bool, bool]:
+def parameters_there(x: KdaInputs | GdnInputs) -> tuple[bool, bool, bool]:
     """Whether a call has A_log, dt_bias and first states."""
     return x.A_log is not None, x.dt_bias is not None, x.initial_state is not None
 
 
-def _forms(p: KdaProblem, there: tuple[bool, bool, bool]) -> tuple[Form | None, ...]:
+def forms(p: KdaProblem | GdnProblem, there: tuple[bool, bool, bool]) -> tuple[Form | None, ...]:
     """Those of the gradients, in order."""
     has_A, has_bias, has_h0 = there
-    of_tokens, of_gate = (p.B, p.T), () if p.has_scalar_gate else (K,)
+    of_tokens, of_gate = (p.B, p.T), (K,) if isinstance(p, KdaProblem) and not p.has_scalar_gate else ()
     return (
         _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
         _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
@@ -230,7 +233,7 @@ def _numbers(
     numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
         numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
-    has_A, has_bias, has_h0 = _there(x)
+    has_A, has_bias, has_h0 = parameters_there(x)
     numbers |= {
         "beta_token": x.beta.stride(1),
         "H": p.H,

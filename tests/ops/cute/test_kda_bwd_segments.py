@@ -150,7 +150,7 @@ WHOLE = [
     (Case((390,), is_packed=False, shift=-8.0), 1.0, 2),
     (Case((100,), HV=2, shift=-6.0), 1e-5, 100),
     (Case((330, 0, 70), shift=-8.0, are_keys_alike=True), 1e4, 1),
-    (Case((450, 60), gate="softplus", shift=-4.0, has_scalar_gate=True, HV=2, has_state=False), 1.0, 3),
+    (Case((450, 60), gate="softplus", shift=-14.0, has_scalar_gate=True, HV=2, has_state=False), 1.0, 3),
     (Case((130, 130), is_packed=False, gate="log", decays="zero", g=torch.float32, size=1e4, has_raw_beta=False), 1e-4, 1),
 ]
 
@@ -204,7 +204,8 @@ FAULTS = {
     **{f"scan: no wait for M, {i}": ("late", of_kernel("scan_kernel", without_wait(i))) for i in range(2)},
     **{f"scan: no wait for products, {i}": ("late", of_kernel("scan_kernel", without(WGMMA_WAIT, i))) for i in range(2)},
     **{f"scan: M's place taken too early, {i}": ("first", of_kernel("scan_kernel", without(BLOCK_BARRIER, i))) for i in (1, 2)},
-    **{f"transitions: no wait for tiles, {i}": ("late", of_kernel("walks_kernel", without_wait(i))) for i in range(4)},
+    **{f"transitions: no wait for tiles, {i}": ("late", of_kernel("walks_kernel", without_wait(i))) for i in (2, 3)},
+    **{f"transitions: tiles come too early, {i}": ("early", of_kernel("walks_kernel", without_wait(i))) for i in (0, 1)},
     **{f"transitions: no wait for products, {i}": ("late", of_kernel("walks_kernel", without(WGMMA_WAIT, i))) for i in range(6)},
 }
 
@@ -212,11 +213,12 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_kernels_are_noticed(interpreted, fault):  # noqa: F811
-    """With six segments, so that places of M's are used again."""
+    """With six segments, so that places of M's are used again; or three chunks in a segment, so that those of tiles are."""
     order, edit = FAULTS[fault]
+    tokens, per_segment = (550, 3) if order == "early" else (330, 1)
     interpreted(order, edit, races=True)
     with contextlib.suppress(ptx.SimulationError):
-        assert not is_right(Case((330,), is_packed=False, shift=-8.0), 1.0, 1)
+        assert not is_right(Case((tokens,), is_packed=False, shift=-8.0), 1.0, per_segment)
 
 
 # Schedules
