@@ -32,7 +32,7 @@ class Arch:
     title: str  # what people call it
     targets: Mapping[tuple[int, int], str]  # what is compiled for each compute capability
     modules: Mapping[str, tuple[str, ...]]  # kernel modules of each family, relative to `cula.ops.cute`
-    serves: tuple[str, ...]  # what dispatch offers it: families' prefills by name, "decode"
+    serves: tuple[str, ...]  # what dispatch offers it: families' prefills and other passes by name, "decode"
     summary: str  # one line for `python -m cula`
     num_sms: tuple[int, ...]  # of its GPUs: what `python -m cula warmup` compiles for where there is none
     new: tuple[str, ...]  # names of kernels without a recorded run on hardware, as patterns: these check themselves at first use

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that a backward without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
 
-Gradients of every input, from those of outputs and last states. The sequences are like those of the forward's check; on a GPU
-there are longer ones besides, which have more chunks than there are blocks at a time.
+Gradients of every input, from those of outputs and last states, over whole sequences and segments; for KDA's kernels also what
+they make for context parallelism. The sequences are like those of the forward's check; on a GPU there are longer ones besides,
+which have more chunks than there are blocks at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from cula.core.problem import Problem
 from cula.gdn.problem import GdnInputs, GdnOptions, check_gdn
 from cula.ops.cute import gdn_bwd, kda_bwd, kda_self_check, lightning_bwd, lightning_self_check
+from cula.ops.cute.kda_bwd_schedule import split_into
 from cula.ops.cute.kda_self_check import Call, Flags
 from cula.ops.cute.lightning_schedule import BACKWARD, make_schedule
 from cula.ops.cute.lightning_self_check import Call as LightningCall
@@ -24,13 +26,13 @@ from cula.ops.cute.toolchain.self_check import relative_difference
 Grads = Mapping[str, Tensor | None]
 
 CALLS = (
-    Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=0, is_slow=False, has_state=True),
-    Call((100, 100), is_packed=False, H=2, HV=2, per_segment=0, is_slow=True, has_state=False),
-    Call((130, 33), is_packed=True, H=1, HV=2, per_segment=0, is_slow=True, has_state=True, beta=torch.bfloat16),
+    Call((70, 0, 5, 100), is_packed=True, H=1, HV=2, per_segment=100, is_slow=False, has_state=True),
+    Call((100, 100), is_packed=False, H=2, HV=2, per_segment=1, is_slow=True, has_state=False),
+    Call((330, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
 )
 LONG = (
-    Call((1500, 0, 1, 700, 2300), is_packed=True, H=4, HV=8, per_segment=0, is_slow=False, has_state=True),
-    Call((4096, 4096), is_packed=False, H=8, HV=8, per_segment=0, is_slow=True, has_state=True),
+    Call((1500, 0, 1, 700, 2300), is_packed=True, H=4, HV=8, per_segment=8, is_slow=False, has_state=True),
+    Call((4096, 4096), is_packed=False, H=8, HV=8, per_segment=16, is_slow=True, has_state=True),
 )
 OF_LIGHTNING = (
     LightningCall((70, 0, 5, 300), is_packed=True, H=2, HV=2, per_seq=1, num_blocks=3, pool_dtype=None),
@@ -51,24 +53,28 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
 
 def kda(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[Grads, Grads]]:
     """(Ours, torch's) of each call."""
-    from cula.ops.torch.kda import kda_bwd as right
+    from cula.ops.torch import kda as right
 
     for call in _chosen(CALLS, LONG, device):
         p, x = kda_self_check.make(call, Flags.of(name.removeprefix("bwd_")), device, sm)
-        do, dht = gradients_of_outputs(p, device)
-        yield beside_biases(kda_bwd.kda_bwd(p, x, (), do, dht)._asdict(), right(p, x, (), do, dht)._asdict())
+        (do, dht), made_for = gradients_of_outputs(p, device), split_into(p, call.per_segment, has_transitions=True)
+        yield beside_biases(kda_bwd.run(p, x, do, dht, made_for)._asdict(), right.kda_bwd(p, x, (), do, dht)._asdict())
+        M, B = kda_bwd.transition(p, x, made_for)
+        C = kda_bwd.state_grad(p, x, do, None, made_for)
+        yield {"M": M, "B": B, "C": C}, dict(zip("MBC", (*right.kda_transition(p, x), right.kda_state_grad(p, x, do))))
 
 
 def gdn(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[Grads, Grads]]:
     from cula.ops.torch.gdn import gdn_bwd as right
 
-    flags = Flags(is_normalised=True, gate=name.removeprefix("bwd_gdn_"), g=torch.float32, has_scalar_gate=True)
+    flags = Flags.of(f"kda_f16_{name.removeprefix('bwd_gdn_')}_scalar")
     for call in _chosen(CALLS, LONG, device):
         of_kda, tensors = kda_self_check.make(call, flags, device, sm)
         options = GdnOptions(**{field: getattr(of_kda.options, field) for field in GdnOptions._fields})
         p, x = check_gdn(GdnInputs(*tensors), options)
         p, (do, dht) = dataclasses.replace(p, sm=sm), gradients_of_outputs(p, device)
-        yield beside_biases(gdn_bwd.gdn_bwd(p, x, (), do, dht)._asdict(), right(p, x, (), do, dht)._asdict())
+        got = gdn_bwd.run(p, x, do, dht, split_into(p, call.per_segment, has_transitions=True))
+        yield beside_biases(got._asdict(), right(p, x, (), do, dht)._asdict())
 
 
 def lightning(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[Grads, Grads]]:

@@ -30,7 +30,7 @@ from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.decode import yields_to
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
-from cula.ops.cute.gdn_bwd import gdn_bwd
+from cula.ops.cute.gdn_bwd import gdn_bwd, record_gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -44,9 +44,12 @@ __all__ = [
     "gdn_fwd",
     "gdn_fwd_checkpoints",
     "gdn_fwd_pool",
+    "gdn_state_grad",
+    "gdn_transition",
     "how",
     "kernels",
     "pool_why_not",
+    "record_gdn_bwd",
     "record_gdn_decode",
     "record_gdn_fwd",
     "record_gdn_fwd_checkpoints",
@@ -64,6 +67,7 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 TOKENS = ("q", "k", "v", "g", "beta")
 
+gdn_transition, gdn_state_grad = by_kda(kda.kda_transition), by_kda(kda.kda_state_grad)
 _kda_fwd, _record_kda_fwd = by_kda(kda.kda_fwd), by_kda(kda.record_kda_fwd)
 _kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.record_kda_fwd_pool)
 gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
@@ -79,7 +83,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     if not isinstance(problem, GdnProblem):
         return decode.why_not(op, problem)
     reason = kda.why_not("kda_fwd", kda_problem(problem))  # the backward launches KDA's kernels, too
-    return backward.why_not(problem) if reason is None and op == "gdn_bwd" else reason
+    return backward.why_not(problem) if reason is None and op in backward.OPS else reason
 
 
 def pool_why_not(problem: GdnProblem) -> str | None:
@@ -102,6 +106,8 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
         return (decode.variant(problem),)
     if op == "gdn_bwd":
         return (backward.variant(problem),)
+    if op in backward.OPS:
+        return kda.kernels(op.replace("gdn", "kda"), kda_problem(problem), num_sms)
     if not is_own(problem):
         return kda.kernels("kda_fwd", kda_problem(problem), num_sms)
     return (variant(problem, make_schedule(problem, num_sms)),)

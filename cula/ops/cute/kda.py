@@ -32,7 +32,7 @@ from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
 from cula.ops.cute.decode import yields_to
 from cula.ops.cute.kda_abi import K, Kept, V, beta_top
-from cula.ops.cute.kda_bwd import kda_bwd, record_kda_bwd
+from cula.ops.cute.kda_bwd import kda_bwd, kda_state_grad, kda_transition, record_kda_bwd
 from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, how, schedule_on, variant
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
@@ -49,6 +49,8 @@ __all__ = [
     "kda_fwd",
     "kda_fwd_checkpoints",
     "kda_fwd_pool",
+    "kda_state_grad",
+    "kda_transition",
     "kernels",
     "pool_why_not",
     "record_kda_bwd",
@@ -79,7 +81,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
         return reason
     if p.options.disable_recompute and p.needs_grad:
         return "keeps nothing for the backward, which disable_recompute=True asks for"
-    return backward.why_not(p) if op.endswith("_bwd") else None
+    return backward.why_not(p) if op in backward.OPS else None
 
 
 def checkpoints_why_not(problem: KdaProblem) -> str | None:
@@ -93,7 +95,7 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, KdaProblem):
         return (decode.variant(problem),)
-    return (backward.variant(problem) if op.endswith("_bwd") else _name(problem, make_schedule(problem, num_sms)),)
+    return (backward.variant(problem) if op in backward.OPS else _name(problem, make_schedule(problem, num_sms)),)
 
 
 def _name(problem: KdaProblem, schedule: Schedule) -> str:

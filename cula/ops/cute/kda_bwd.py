@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it.
+"""The KDA backward on the CuTe kernels: what they serve, their launch, and a record of it; transitions, and gradients of first
+states alone, by the same kernels.
 
-`sm90/kda_bwd.py` launches three kernels and a short one, and `kda_bwd_abi.py` describes what they are given. The forward keeps
+`sm90/kda_bwd.py` launches three kernels and a short one, and two more where few heads are cut into segments that have to be
+chained. `kda_bwd_schedule.py` says how long segments are, and `kda_bwd_abi.py` what the kernels are given. The forward keeps
 nothing for them but its inputs.
 """
 
@@ -14,22 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula.core.constants import CHUNK
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import prefill_labels, resized
 from cula.core.replay.torch_internals import Form
 from cula.core.replay.workspace import workspace
+from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
-from cula.ops.cute.kda_bwd_abi import BACKWARD, workspace_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, workspace_bytes
+from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.kda_schedule import variant as forward_variant
 from cula.ops.cute.launch import Source, record
-from cula.ops.cute.tensors import address, as_states, as_tokens, stream_of
+from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
+OPS = ("kda_bwd", "kda_transition", "kda_state_grad")  # which these kernels do
 TOKENS = ("q", "k", "v", "g", "beta", "do")
 
 
@@ -43,7 +47,57 @@ def why_not(problem: KdaProblem) -> str | None:
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
+    return run(problem, x, do, dht, schedule_on(problem, x.q.device))
+
+
+def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
+    """The same with a given schedule."""
     p, device = problem, x.q.device
+    made = [
+        None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in forms(p, parameters_there(x))
+    ]
+    grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
+    _launch(p, x, do, dht, {MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}, made_for, Makes.GRADIENTS)
+    return grads
+
+
+def kda_transition(problem: KdaProblem, x: KdaInputs) -> tuple[Tensor, Tensor]:
+    """The affine transition of each sequence, `ht = h0 @ M + B`: M [N, HV, K, K] and B [N, HV, V, K], float32."""
+    return transition(problem, x, whole_on(problem, x.q.device))
+
+
+def transition(problem: KdaProblem, x: KdaInputs, made_for: Schedule) -> tuple[Tensor, Tensor]:
+    """The same with a given schedule."""
+    p = problem
+    M, B = (torch.empty((p.N, p.HV, rows, K), dtype=torch.float32, device=x.q.device) for rows in (K, V))
+    _launch(p, x, x.v, None, {"M": M, "B": B}, made_for, Makes.TRANSITION)  # v stands for do, which nobody reads
+    return M, B
+
+
+def kda_state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None = None) -> Tensor:
+    """The gradient of the first states, and nothing else."""
+    return state_grad(problem, x, do, dht, whole_on(problem, x.q.device))
+
+
+def state_grad(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> Tensor:
+    """The same with a given schedule."""
+    p = problem
+    dh0 = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=x.q.device)
+    _launch(p, x._replace(initial_state=None), do, dht, {"dh0": dh0}, made_for, Makes.STATE_GRAD)
+    return dh0
+
+
+def _launch(
+    p: KdaProblem,
+    x: KdaInputs,
+    do: Tensor,
+    dht: Tensor | None,
+    made: dict[str, Tensor | None],
+    made_for: Schedule,
+    makes: Makes,
+) -> None:
+    """Launch the kernels, which write to the tensors in `made`, by their names."""
+    device = x.q.device
     x = x._replace(
         q=as_tokens(x.q),
         k=as_tokens(x.k),
@@ -54,8 +108,6 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
     )
     do = as_tokens(do)
     dht = None if dht is None else as_states(dht.float().contiguous())
-    made = [None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in _forms(p, _there(x))]
-    grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
     no_A, no_bias = _no_gate(device, p.HV)
     tensors: dict[str, Tensor | None] = {
         **{name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")},
@@ -65,13 +117,13 @@ def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...],
         "h0": x.initial_state,
         "dht": dht,
         "cu": x.cu_seqlens,
-        **{_MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)},
-        "workspace": torch.empty(_workspace_bytes(p), dtype=torch.uint8, device=device),
+        **dict.fromkeys(WRITTEN),
+        **made,
+        "workspace": torch.empty(_workspace_bytes(p, made_for, makes), dtype=torch.uint8, device=device),
     }
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht))
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for, makes))
     _kernel(p)(*addresses, *numbers, stream_of(device))
-    return grads
 
 
 class GivenGrads(NamedTuple):
@@ -95,41 +147,44 @@ def record_kda_bwd(
     sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "dht")}
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
     sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"]}
-    sources |= {_MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
-    sources["workspace"] = ~len(KdaGrads._fields)
-    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht), tuple(_sizes(p)))
+    sources |= {MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
+    sources |= {"M": None, "B": None, "workspace": ~len(KdaGrads._fields)}
+    made_for = schedule_on(p, device)
+    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for), tuple(_sizes(p, made_for)))
     labels = prefill_labels(x, given, TOKENS, p.is_packed)
-    work = workspace(device.index, _workspace_bytes(p))
-    there = _there(x)
-    return LaunchRecord(device.index, (launch,), _forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device.index)))
+    work = workspace(device.index, _workspace_bytes(p, made_for))
+    there = parameters_there(x)
+    return LaunchRecord(device.index, (launch,), forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
 
 
-def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: int | None) -> Callable[[int, int], Resized | None]:
+def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    is_packed = p.is_packed
+    is_packed, num_sms = p.is_packed, sms_of(device)
 
     def resize(first: int, second: int) -> Resized | None:
         B, T, N = (1, first, second) if is_packed else (first, second, first)
         other = resized(p, B, T, N)
         if not (B * T and N) or are_too_many(other):
             return None
-        return Resized(tuple(_sizes(other).values()), _forms(other, there), workspace(device, _workspace_bytes(other)))
+        made = schedule(other, num_sms)
+        work = workspace(device.index, _workspace_bytes(other, made))
+        return Resized(tuple(_sizes(other, made).values()), forms(other, there), work)
 
     return resize
 
 
-_MADE = {"d_initial_state": "dh0"}  # gradients whose addresses have other names
+MADE = {"d_initial_state": "dh0"}  # gradients whose addresses have other names
 
 
-def _there(x: KdaInputs) -> tuple[bool, bool, bool]:
+def parameters_there(x: KdaInputs | GdnInputs) -> tuple[bool, bool, bool]:
     """Whether a call has A_log, dt_bias and first states."""
     return x.A_log is not None, x.dt_bias is not None, x.initial_state is not None
 
 
-def _forms(p: KdaProblem, there: tuple[bool, bool, bool]) -> tuple[Form | None, ...]:
+def forms(p: KdaProblem | GdnProblem, there: tuple[bool, bool, bool]) -> tuple[Form | None, ...]:
     """Those of the gradients, in order."""
     has_A, has_bias, has_h0 = there
-    of_tokens, of_gate = (p.B, p.T), () if p.has_scalar_gate else (K,)
+    of_tokens, of_gate = (p.B, p.T), (K,) if isinstance(p, KdaProblem) and not p.has_scalar_gate else ()
     return (
         _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
         _contiguous(*of_tokens, p.H, K, dtype=p.dtype),
@@ -162,21 +217,21 @@ def _abi(p: KdaProblem) -> Abi:
     return of_gates(BACKWARD, p.has_scalar_gate, p.g_dtype.itemsize)
 
 
-def _num_chunks(p: KdaProblem) -> int:
-    """The numbers that chunks take; an upper bound of packed ones (`common/varlen_index.py`)."""
-    return p.T // CHUNK + p.N if p.is_packed else p.B * -(-p.T // CHUNK)
+def _workspace_bytes(p: KdaProblem, made_for: Schedule, makes: Makes = Makes.GRADIENTS) -> int:
+    if makes != Makes.GRADIENTS:
+        return bytes_for_transitions(made_for.chunks * p.HV, made_for.transitions * p.HV)
+    shared = p.B * p.T * p.HV if p.H != p.HV else 0
+    return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV)
 
 
-def _workspace_bytes(p: KdaProblem) -> int:
-    return workspace_bytes(_num_chunks(p) * p.HV, p.B * p.T * p.HV if p.H != p.HV else 0)
-
-
-def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None) -> dict[str, int | float]:
+def _numbers(
+    p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule, makes: Makes = Makes.GRADIENTS
+) -> dict[str, int | float]:
     """The arguments that are not addresses, by name."""
     numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
         numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
-    has_A, has_bias, has_h0 = _there(x)
+    has_A, has_bias, has_h0 = parameters_there(x)
     numbers |= {
         "beta_token": x.beta.stride(1),
         "H": p.H,
@@ -190,18 +245,19 @@ def _numbers(p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None) -> dic
         "has_dh0": int(has_h0),
         "has_A": int(has_A),
         "has_bias": int(has_bias),
+        "makes": makes,
     }
-    return numbers | _sizes(p)
+    return numbers | _sizes(p, made_for)
 
 
-def _sizes(p: KdaProblem) -> dict[str, int]:
+def _sizes(p: KdaProblem, made_for: Schedule) -> dict[str, int]:
     """The arguments that follow from the numbers of tokens and sequences, by name."""
     return {
         "T": p.B * p.T,
         "N": p.N,
         "length": 0 if p.is_packed else p.T,
         "halvings": (p.N - 1).bit_length(),
-        "chunks": _num_chunks(p),
+        **made_for.numbers(),
     }
 
 

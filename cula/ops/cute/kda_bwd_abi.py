@@ -10,28 +10,44 @@ Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; t
 | dq, dk         | [T, H, 128], bf16                                                                                          |
 | dv, dg, dbeta  | as v, g and beta, contiguous                                                                               |
 | dA_log, ddt_bias | as A_log and dt_bias, float32; there if `has_A`, `has_bias`                                               |
+| M, B           | [N, HV, 128 (K), 128 (K)] and [N, HV, 128 (V), 128 (K)], float32: transitions of whole sequences           |
+| segments ... has_transitions | a `kda_bwd_schedule.Schedule`                                                                 |
+| makes          | a `Makes`: which of all this a call writes                                                                 |
 """
 
 from __future__ import annotations
+
+import enum
 
 from cula.core.constants import CHUNK
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC, K
 
+
+class Makes(enum.IntEnum):
+    """What a call is for."""
+
+    GRADIENTS = 0  # all but M and B
+    TRANSITION = 1  # M and B, which no gradient is given for
+    STATE_GRAD = 2  # dh0 alone
+
+
 _GIVEN = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
 )  # fmt: skip
-_MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, workspace=64)
+_MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, M=16, B=16, workspace=64)
+WRITTEN = tuple(a.name for a in _MADE if a.name != "workspace")
 _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in ("token", "head")), "beta_token")
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),
     *f32("scale", "lower", "beta_top"),
     *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "has_A", "has_bias", "length", "halvings", "chunks"),
 )
+SCHEDULE = i32("segments", "per_segment", "has_transitions")
 
-BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM)
+BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM, SCHEDULE, i32("makes"))
 
-# A record is a chunk's of one head. What the intra-chunk kernel of the forward writes comes first.
+# A record is a chunk's of one head, a transition a segment's. What the intra-chunk kernel of the forward writes comes first.
 
 FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
 FACTORS = 2  # floats of a record
@@ -46,7 +62,9 @@ WORKSPACE = Workspace(
         Section("T", "records", SQUARE_BYTES),
         Section("P", "records", SQUARE_BYTES),
         Section("vec", "records", 4 * VEC),
-        Section("done", "one", 4),  # which the forward's segments count; there are none here
+        Section("done", "one", 4),  # which the forward's segments count; those of the backward do not
+        Section("M", "transitions", 2 * STATE),
+        Section("ends", "transitions", 3 * 4 * STATE),  # B, D and M in float32; then what walks over segments end with
         Section("S", "records", 2 * STATE),  # before the chunk
         Section("U", "records", TILE_BYTES),
         Section("dS", "records", 2 * STATE),  # after the chunk
@@ -60,5 +78,10 @@ WORKSPACE = Workspace(
 )
 
 
-def workspace_bytes(records: int, shared: int) -> int:
-    return WORKSPACE.offsets(records=records, one=1, shared=shared)["end"]
+def workspace_bytes(records: int, shared: int, transitions: int) -> int:
+    return WORKSPACE.offsets(records=records, one=1, shared=shared, transitions=transitions)["end"]
+
+
+def bytes_for_transitions(records: int, transitions: int) -> int:
+    """The same where no gradients are made."""
+    return WORKSPACE.offsets(records=records, one=1, shared=0, transitions=transitions)["S"]

@@ -8,21 +8,27 @@ the workspace: what a kernel reads before it was written shows.
 
 import contextlib
 import dataclasses
-import re
 
 import pytest
 import torch
 
 from cula import reference
 from cula.core.dispatch import choose
+from cula.core.replay import record
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
 from cula.ops.cute import gdn_bwd
+from cula.ops.cute.gdn_bwd_abi import BACKWARD
+from cula.ops.cute.kda_bwd_schedule import schedule, split_into
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
 from tests.ops.cute.test_gdn import Case, make
+from tests.ops.cute.test_kda_bwd import FRESH, of_kernel
+from tests.support.replay import replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
+
+NUM_SMS = 132
 
 # Rounding to bf16 alone is 1.7e-3. The others are float32, of fp16 operands.
 TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.fromkeys(
@@ -30,13 +36,13 @@ TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.from
 )
 
 # (A call, the size of the gradients that come in)
-PACKED = Case((40, 0, 1), HV=3, beta="plain", numbers=torch.bfloat16), 1e-5
-STEEP = Case((90,), gate="steep", beta="plain", is_packed=False), 1e4
+PACKED = Case((40, 0, 1), HV=3, beta="plain"), 1e-5
+STEEP = Case((90,), gate="steep", beta="plain", is_packed=False, numbers=torch.bfloat16), 1e4
 MORE = [
     (Case((130, 130), is_packed=False, H=2, HV=4, gate="log", beta="plain"), 1.0),
     (Case((100,), HV=4, gate="fast", has_state=False), 1.0),
     (Case((200, 64), H=2, HV=2, beta="negative", numbers=torch.bfloat16), 1.0),
-    (Case((1, 15, 16, 17, 0, 63, 65), HV=3), 1.0),
+    (Case((1, 15, 16, 17, 0, 63, 65), HV=3, numbers=torch.bfloat16), 1.0),
     (Case((330,), gate="zero", size=1e4, beta="plain"), 1e-4),
 ]
 ON_A_GPU = [
@@ -77,10 +83,14 @@ def wanted(p: GdnProblem, x: GdnInputs, do: torch.Tensor, dht: torch.Tensor) -> 
     return KdaGrads(*(None if t is None else t.grad for t in leaves[:-1]))
 
 
-def is_right(case: Case, size: float, device: str = "cpu") -> bool:
+def is_right(case: Case, size: float, device: str = "cpu", per_segment: int | None = None) -> bool:
     p, x = call(case, device)
     do, dht = gradients_of_outputs(p, size, device)
-    got, want = gdn_bwd.gdn_bwd(p, x, (), do, dht), wanted(p, x, do, dht)
+    if per_segment is None:
+        got = gdn_bwd.gdn_bwd(p, x, (), do, dht)
+    else:
+        got = gdn_bwd.run(p, x, do, dht, split_into(p, per_segment, True))
+    want = wanted(p, x, do, dht)
     assert [t is None for t in got] == [t is None for t in x[:-1]]
     assert all(a is None or (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(got, x))
     errors = {name: relative_error(a, b) for name, a, b in zip(KdaGrads._fields, got, want) if a is not None}
@@ -100,12 +110,26 @@ def interpreted(monkeypatch):
         return made.fill_(0xFF if made.dtype == torch.uint8 else torch.nan)
 
     monkeypatch.setattr(torch, "empty", nothing)
+    monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
     return ptx.interpret(monkeypatch, gdn_bwd)
 
 
 @pytest.mark.parametrize(("case", "size"), [STEEP, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
 def test_interpreted(interpreted, case, size):
     assert is_right(case, size)
+
+
+SEGMENTS = [  # and chunks of one
+    (Case((390,), is_packed=False, HV=2, numbers=torch.bfloat16), 1.0, 2),
+    (Case((330, 70, 0), gate="fast"), 1e-5, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "size", "per_segment"), SEGMENTS, ids=str)
+def test_segments(interpreted, case, size, per_segment):
+    """The kernels are KDA's (`test_kda_bwd_segments.py`)."""
+    assert is_right(case, size, per_segment=per_segment)
 
 
 @pytest.mark.slow
@@ -133,16 +157,6 @@ def test_gradients_of_shared_keys_are_sums_over_their_value_heads(interpreted):
     assert all(torch.equal(two.dv[:, :, i], one.dv[:, :, 0]) for i in range(2))
 
 
-def of_chunk_kernel(edit):
-    """An edit of the last kernel's text, which is the one that is not KDA's."""
-
-    def edit_one(text):
-        parts = re.split(r"(?=\.visible \.entry)", text)
-        return "".join(edit(part) if "chunk_kernel" in part[:200] else part for part in parts)
-
-    return edit_one
-
-
 # The first wait for products is for the compiler, which would not have any in flight where a loop begins; the second covers it.
 FAULTS = {
     **{f"no wait for products, {i}": ("late", without(WGMMA_WAIT, i)) for i in range(1, 6)},
@@ -155,7 +169,7 @@ QUICK = ("no wait for products, 2", "no barrier, 4")
 @pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS if f not in QUICK)])
 def test_broken_kernels_are_noticed(interpreted, fault):
     order, edit = FAULTS[fault]
-    interpreted(order, of_chunk_kernel(edit), races=True)
+    interpreted(order, of_kernel("chunk_kernel", edit), races=True)  # which is the one that is not KDA's
     with contextlib.suppress(ptx.SimulationError):
         assert not is_right(Case((40,), HV=3), 1.0)
 
@@ -189,7 +203,64 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
         assert reason in dict(choice.passed_over)["cute_sm90"]
 
 
+# Recorded calls
+
+
+@pytest.fixture(params=["python", "c"])
+def launched(monkeypatch, request):
+    """The arguments of every launch, by name, instead of launches."""
+    calls = []
+    kernel, names = stand_in(request.param), [a.name for a in BACKWARD.args]
+    monkeypatch.setattr(
+        gdn_bwd, "load", lambda name, arch: kernel(lambda *given: calls.append((name, dict(zip(names, given[:-1])))))
+    )  # fmt: skip
+    monkeypatch.setattr(gdn_bwd, "stream_of", lambda device: 0)
+    monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
+    monkeypatch.setattr(gdn_bwd, "sms_of", lambda device: NUM_SMS)
+    replay_on_cpu(monkeypatch)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        (Case((70, 5, 130), HV=2), [Case((30,) * 7, HV=2), Case((3000, 0, 1, 40), HV=2)]),
+        (
+            Case((200, 200), is_packed=False, gate="log", beta="plain", has_state=False, numbers=torch.bfloat16),
+            [Case((165,) * 3, is_packed=False, gate="log", beta="plain", has_state=False, numbers=torch.bfloat16)],
+        ),
+    ],
+    ids=["packed", "log decays"],
+)
+@pytest.mark.parametrize("has_dht", [False, True])
+def test_a_record_launches_what_a_call_launches(launched, case, others, has_dht):
+    """For calls of its own lengths, and of others."""
+    repeat = None
+    for other in (case, *others):
+        p, x = call(other)
+        do, dht = gradients_of_outputs(p, 1.0, "cpu")
+        dht = dht if has_dht else None
+        launched.clear()
+        want = gdn_bwd.gdn_bwd(p, x, (), do, dht)
+        repeat = repeat or record.replayer((*x, do, dht), gdn_bwd.record_gdn_bwd(p, x, (), do, dht))
+        got = repeat((*x, do, dht))
+        for a, b in zip(got, want):
+            assert (a is None) == (b is None)
+            assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        (name, arguments), (same_name, same) = launched
+        assert name == same_name
+        assert {n: v for n, v in arguments.items() if n not in FRESH} == {n: v for n, v in same.items() if n not in FRESH}
+        made = dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"), got))
+        assert all(same[n] == (0 if t is None else t.data_ptr()) for n, t in made.items())
+
+
 # On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "size", "per_segment"), SEGMENTS, ids=str)
+def test_segments_on_a_gpu(kernels, case, size, per_segment):
+    assert is_right(case, size, "cuda", per_segment)
 
 
 @pytest.fixture

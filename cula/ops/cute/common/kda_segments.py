@@ -33,12 +33,14 @@ ROUNDING = 0.05  # log2 of what the recurrence's own roundings, and those of the
 
 
 @cute.jit
-def warm_up_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32):
+def warm_up_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32, is_reverse: cutlass.Constexpr = False):
     """How many chunks to run over before number `end`: as many as forget all that came earlier, or all `have` of them, from the
-    start of the sequence. 0 if that would be more than MAX_WARM_UP."""
+    start of the sequence. 0 if that would be more than MAX_WARM_UP. In reverse, chunks from `end` on, and `have` to the end of
+    the sequence: a transition and its transpose have one norm."""
     parts = cute.make_rmem_tensor((4, 2, MAX_WARM_UP), F32)
     for w in cutlass.range_constexpr(MAX_WARM_UP):
-        of_chunk = mVec[cutlass.max(end - 1 - w, 0), hv, None]
+        number = cutlass.min(end + w, mVec.shape[0] - 1) if cutlass.const_expr(is_reverse) else cutlass.max(end - 1 - w, 0)
+        of_chunk = mVec[number, hv, None]
         for i, at in enumerate((BOUND, LARGEST)):
             four = cute.make_tensor((of_chunk.iterator + at).align(16), cute.make_layout(4))
             cute.autovec_copy(four, parts[None, i, w])

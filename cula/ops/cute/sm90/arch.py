@@ -15,7 +15,11 @@ HOPPER = Arch(
         "gdn": ("sm90.gdn", "sm90.gdn_bwd"),
         "decode": ("sm90.decode",),
     },
-    serves=("kda", "kda_bwd", "gdn", "gdn_bwd", "lightning", "lightning_bwd", "decode"),
+    serves=(
+        *("kda", "kda_bwd", "kda_transition", "kda_state_grad"),
+        *("gdn", "gdn_bwd", "gdn_transition", "gdn_state_grad"),
+        *("lightning", "lightning_bwd", "decode"),
+    ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
     new=("bwd_*", "decode_steps_*"),  # to shorten it: `python tools/hardware_run.py` on one, and its figures in docs/

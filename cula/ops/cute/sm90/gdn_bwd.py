@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward of Gated DeltaNet on Hopper: one host function, three launches.
+"""The backward of Gated DeltaNet on Hopper: one host function, three launches, and a short one.
 
 | kernel                             | a block for each                | makes                                                  |
 |------------------------------------|---------------------------------|--------------------------------------------------------|
 | `common/kda_intra.py`, as for KDA  | chunk, value head               | what the recurrences multiply with                     |
-| `kda_bwd_recurrence.py`, likewise  | direction, sequence, value head | S, U; dS, dX, dh0                                      |
+| `kda_bwd_recurrence.py`, likewise  | direction, segment, value head  | S, U; dS, dX, dh0                                      |
 | `gdn_bwd_chunk.py`                 | chunk, key head                 | all other gradients, those of A_log, dt_bias in shares |
+| `gdn_bwd_shares.py`                | value head                      | sums over chunks, where gates are raw                  |
 
-KDA's kernels know one gate a head, for which they make what they make for one a channel.
+KDA's kernels know one gate a head, for which they make what they make for one a channel. Where heads are few, sequences are cut
+into segments as KDA's are, and two more launches may come before the second (`kda_bwd.py`).
 
 bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `gdn_bwd_abi.py`
 describes the arguments.
@@ -15,6 +17,7 @@ describes the arguments.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,12 +33,14 @@ from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
 from cula.ops.cute.gdn_bwd_abi import SHARES
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS
+from cula.ops.cute.kda_bwd_abi import FACTORS, Makes
 from cula.ops.cute.toolchain.variants import Variant
 
 from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
-from .kda_bwd import launch_intra, launch_walks
-from .kda_bwd_recurrence import WalkSizes
+from .gdn_bwd_shares import THREADS as SHARES_THREADS
+from .gdn_bwd_shares import Sums, shares_kernel
+from .kda_bwd import end_states, launch_intra, launch_transitions, launch_walks, transitions_at
+from .kda_bwd_segments import WalkSizes
 
 
 class Work(NamedTuple):
@@ -47,17 +52,21 @@ class Work(NamedTuple):
     vec: Any  # [chunks, HV, VEC]
     all_vecs: Any  # the same as [records, VEC]
     done: Any  # [1]
+    M: Any  # [segments HV, 128, 128]
+    all_m: Any  # the same as [128 segments HV, 128]
+    ends: Any  # [3, segments HV, 128, 128]
     S: Any  # [128 records, 128]
     U: Any  # [64 records, 128]
     dS: Any
     dX: Any
     factors: Any  # [records, FACTORS]
+    shares: Any  # [chunks, HV, SHARES]
 
 
-def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
+def work_at(workspace: Any, chunks: Any, transitions: Any, HV: Any) -> Work:
     """The tensors of the workspace."""
     records, align = chunks * HV, gdn_bwd_abi.BACKWARD.alignment["workspace"]
-    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1))
+    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1), transitions=Int64(transitions))
 
     def part(name: str, t: Any, layout: Any) -> Any:
         return cute.make_tensor(at_address(t, workspace + offsets[name], align), layout)
@@ -74,6 +83,8 @@ def work_at(workspace: Any, chunks: Any, HV: Any) -> Work:
         all_vecs=rows("vec", F32, 1, VEC),
         done=part("done", I32, cute.make_layout(1)),
         factors=rows("factors", F32, 1, FACTORS),
+        shares=part("shares", F32, cute.make_layout((chunks, HV, SHARES), stride=(HV * SHARES, SHARES, 1))),
+        **transitions_at(part, transitions),
         **squares,
         **states,
         **tokens,
@@ -88,10 +99,9 @@ class Gradients(NamedTuple):
     dv: Any
     dg: Any
     dbeta: Any
-    shares: Any
 
 
-def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, chunks: Any) -> ChunkMemory:
+def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
     """What threads of the last kernel read and write."""
     align = gdn_bwd_abi.BACKWARD.alignment
 
@@ -100,7 +110,6 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, c
         return cute.make_tensor(at_address(BF16, address, align[name]), layout)
 
     by_token = cute.make_layout((T, HV), stride=(Int64(HV), 1))
-    of_chunks = cute.make_layout((chunks, HV, SHARES), stride=(HV * SHARES, SHARES, 1))
     return ChunkMemory(
         mVec=work.vec,
         mFactors=work.factors,
@@ -112,10 +121,10 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, c
         mDq=of_heads("dq", made.dq, H),
         mDk=of_heads("dk", made.dk, H),
         mDv=of_heads("dv", made.dv, HV),
-        mDg=cute.make_tensor(at_address(F32, made.dg, align["dg"]), by_token),
+        mDg=cute.make_tensor(at_address(g_type, made.dg, g_type.width // 8), by_token),
         mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
         mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
-        mShares=cute.make_tensor(at_address(F32, made.shares, align["shares"]), of_chunks),
+        mShares=work.shares,
     )
 
 
@@ -163,7 +172,8 @@ def backward_host(
     dv: Int64,
     dg: Int64,
     dbeta: Int64,
-    shares: Int64,
+    dA_log: Int64,
+    ddt_bias: Int64,
     dh0: Int64,
     workspace: Int64,
     q_token: Int64,
@@ -187,9 +197,14 @@ def backward_host(
     has_h0: I32,
     has_dht: I32,
     has_dh0: I32,
+    has_A: I32,
+    has_bias: I32,
     length: I32,
     halvings: I32,
     chunks: I32,
+    segments: I32,
+    per_segment: I32,
+    has_transitions: I32,
     stream,
     variant: cutlass.Constexpr,
 ):
@@ -201,22 +216,32 @@ def backward_host(
         (T, N, H, HV),
         variant,
     )
-    work, group = work_at(workspace, chunks, HV), HV // H
+    work, group = work_at(workspace, chunks, segments * HV * has_transitions, HV), HV // H
     spans, rows = chunks // N if length > 0 else chunks, N if length > 0 else I32(1)
     of_intra = IntraScalars(scale, F32(0.0), beta_top, beta_bits)
     launch_intra(work, x, of_intra, length, halvings, group, (HV, spans, rows), stream, variant)
-    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
-    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
-    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
-    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
-    made = Gradients(dq, dk, dv, dg, dbeta, shares)
-    memory = chunk_memory(work, x, made, T, H, HV, chunks)
+    ends = end_states((h0, dht, dh0, dh0, dh0), N, HV)  # nobody asks for transitions of whole sequences here
+    of_block = WalkSizes(
+        has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, I32(Makes.GRADIENTS)
+    )  # fmt: skip
+    if has_transitions == 1:
+        launch_transitions(work, x, ends, of_block, N, segments, stream)
+    launch_walks(work, x, ends, of_block, segments, stream, True)
+    made = Gradients(dq, dk, dv, dg, dbeta)
+    memory = chunk_memory(work, x, made, T, H, HV, variant.g_type)
     scalars = ChunkScalars(scale, beta_top, beta_bits, length, halvings, group)
     launch_chunks(work, x, memory, scalars, (H, spans, rows), stream, variant)
+    if cutlass.const_expr(variant.is_raw):
+        align = gdn_bwd_abi.BACKWARD.alignment
+        places = (("dA_log", dA_log), ("ddt_bias", ddt_bias))
+        mDa, mDbias = [cute.make_tensor(at_address(F32, at, align[name]), cute.make_layout(HV)) for name, at in places]
+        shares_kernel(Sums(work.shares, mDa, mDbias, has_A, has_bias)).launch(
+            grid=(HV, 1, 1), block=(SHARES_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
 
 def variants() -> Iterator[Variant]:
-    for gate in ("softplus", "log"):
-        arguments = fake_arguments(gdn_bwd_abi.BACKWARD, backward_host, KdaVariant(F16, F32, gate, is_scalar=True))
-        uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-        yield Variant(f"bwd_gdn_{gate}", backward_host, arguments, uses=uses)
+    uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
+    for gate, (short, g_type) in itertools.product(("softplus", "log"), (("f32", F32), ("bf16", BF16))):
+        arguments = fake_arguments(gdn_bwd_abi.BACKWARD, backward_host, KdaVariant(F16, g_type, gate, is_scalar=True))
+        yield Variant(f"bwd_gdn_{gate}_{short}", backward_host, arguments, uses=uses)

@@ -63,7 +63,7 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
 )
 from cula.ops.cute.common.varlen_index import find_sequence
-from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS
+from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS, SHARES
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
 from cula.ops.cute.sm90.gdn_prepare import GONE, scan, softplus2
@@ -285,6 +285,9 @@ def chunk_kernel(tma: ChunkTma, memory: ChunkMemory, scalars: ChunkScalars, mmas
         me = Thread(tid, wid, lane, wid >> 2, 16 * (wid & 3) + (lane >> 2), lane & 3)
         place = Place(h, number, begin + start, tokens - start)
         backward_chunk(Block(tma, memory, scalars, mmas, variant, smem_layout(), place, me))
+    elif cutlass.const_expr(variant.is_raw):  # shares of a number that no chunk has
+        for j in cutlass.range(tid, SHARES * scalars.group, THREADS, unroll=1):
+            memory.mShares[number, h * scalars.group + j // SHARES, j % SHARES] = F32(0.0)
 
 
 @cute.jit
@@ -442,7 +445,7 @@ def gates_of(x: cutlass.Constexpr, hv: I32):
         a, bias = cute.math.exp2(to_log2(x.memory.mA[hv])), x.memory.mBias[hv, 0]
     for i in cutlass.range_constexpr(2):
         token = 2 * lane + i
-        z[i] = x.memory.mGate[x.place.t0 + cutlass.min(token, x.place.left - 1), hv] + bias
+        z[i] = x.memory.mGate[x.place.t0 + cutlass.min(token, x.place.left - 1), hv].to(F32) + bias
         if cutlass.const_expr(x.variant.is_raw):
             g2[i] = -a * softplus2(z[i])
         else:
@@ -657,7 +660,7 @@ def store_dg(x: cutlass.Constexpr, gate: cutlass.Constexpr, dg: cute.Tensor, hv:
                 d = d * (-gate.a * sigmoid(gate.z[i]))
                 of_bias += d
                 of_a += dg[i] * (gate.g2[i] * F32(1.0 / LOG2_E))
-            memory.mDg[x.place.t0 + t, hv] = d
+            memory.mDg[x.place.t0 + t, hv] = d.to(x.variant.g_type)
     if cutlass.const_expr(x.variant.is_raw):
         for off in (1, 2, 4, 8, 16):
             of_bias += cute.arch.shuffle_sync_bfly(of_bias, offset=off)

@@ -4,9 +4,13 @@
 | kernel                             | a block for each               | makes                                              |
 |------------------------------------|--------------------------------|----------------------------------------------------|
 | `common/kda_intra.py`, unchanged   | chunk, value head              | what the recurrences multiply with                 |
-| `kda_bwd_recurrence.py`            | direction, sequence, value head | S, U; dS, dX, dh0                                 |
+| `kda_bwd_recurrence.py`            | direction, segment, value head | S, U; dS, dX, dh0                                  |
 | `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients, those of A_log, dt_bias in shares |
 | `kda_bwd_shares.py`                | value head; rows of dq and dk  | sums over chunks, and over value heads that share keys |
+
+Where sequences are cut into segments that may not warm up (`kda_bwd_segments.py`), two launches come before the second: the same
+recurrences without results, and `kda_bwd_scan.py`. They and the first kernel also make transitions, and gradients of first
+states alone, of whole sequences (`Makes`), which context parallelism asks for.
 
 bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
 describes the arguments.
@@ -30,7 +34,7 @@ from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant, fused_variants
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES
+from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES, Makes
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain.variants import Variant
 
@@ -38,7 +42,10 @@ from .kda_bwd_chunk import THREADS as CHUNK_THREADS
 from .kda_bwd_chunk import ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, wgmma_pair
 from .kda_bwd_chunk_steps import chunk_mmas
 from .kda_bwd_recurrence import THREADS as WALK_THREADS
-from .kda_bwd_recurrence import WalkMemory, WalkSizes, WalkTma, walks_kernel
+from .kda_bwd_recurrence import WalkMemory, WalkTma, walks_kernel
+from .kda_bwd_scan import PLACES, ScanMemory, scan_kernel, scan_mmas
+from .kda_bwd_scan import THREADS as SCAN_THREADS
+from .kda_bwd_segments import Of, WalkSizes
 from .kda_bwd_shares import GateSums, KeySums, launch_shares
 from .kda_recurrence_steps import STAGES, recurrence_mmas
 
@@ -52,6 +59,9 @@ class Work(NamedTuple):
     vec: Any  # [chunks, HV, VEC]
     all_vecs: Any  # the same as [records, VEC]
     done: Any  # [1]
+    M: Any  # [segments HV, 128, 128]
+    all_m: Any  # the same as [128 segments HV, 128]
+    ends: Any  # [3, segments HV, 128, 128]
     S: Any  # [128 records, 128]
     U: Any  # [64 records, 128]
     dS: Any
@@ -68,10 +78,21 @@ def rows_by_head(T: Any, heads: Any) -> Any:
     return cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
 
 
-def work_at(workspace: Any, chunks: Any, T: Any, HV: Any, shared: Any) -> Work:
+def transitions_at(part: Any, transitions: Any) -> dict[str, Any]:
+    """Tensors of the workspace that segments have, by name."""
+    of_kind = cute.assume(Int64(transitions) * STATE, divby=STATE)
+    return {
+        "M": part("M", F16, cute.make_layout((transitions, 128, 128), stride=(STATE, 128, 1))),
+        "all_m": part("M", F16, cute.make_layout((transitions * 128, 128), stride=(128, 1))),
+        "ends": part("ends", F32, cute.make_layout((3, transitions, 128, 128), stride=(of_kind, STATE, 128, 1))),
+    }
+
+
+def work_at(workspace: Any, chunks: Any, transitions: Any, T: Any, HV: Any, shared: Any) -> Work:
     """The tensors of the workspace."""
     records = chunks * HV
-    offsets = kda_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1), shared=shared)
+    counts = {"records": Int64(records), "one": Int64(1), "shared": shared, "transitions": Int64(transitions)}
+    offsets = kda_bwd_abi.WORKSPACE.offsets(**counts)
 
     def part(name: str, t: Any, layout: Any) -> Any:
         return cute.make_tensor(at_address(t, workspace + offsets[name], kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
@@ -86,6 +107,7 @@ def work_at(workspace: Any, chunks: Any, T: Any, HV: Any, shared: Any) -> Work:
         vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
         all_vecs=rows("vec", F32, 1, VEC),
         done=part("done", I32, cute.make_layout(1)),
+        **transitions_at(part, transitions),
         S=rows("S", F16, STATE // 128, 128),
         U=rows("U", F16, 64, 128),
         dS=rows("dS", F16, STATE // 128, 128),
@@ -98,11 +120,33 @@ def work_at(workspace: Any, chunks: Any, T: Any, HV: Any, shared: Any) -> Work:
     )
 
 
+class EndStates(NamedTuple):
+    """States at the ends of sequences, [N, HV, 128, 128]."""
+
+    h0: Any
+    dht: Any
+    dh0: Any
+    M: Any
+    B: Any
+
+
+def end_states(addresses: Any, N: Any, HV: Any) -> EndStates:
+    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
+    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
+    return EndStates(*[cute.make_tensor(at_address(F32, at, 16), states) for at in addresses])
+
+
 @cute.jit
 def launch_walks(
-    work: cutlass.Constexpr, x: cutlass.Constexpr, ends: cutlass.Constexpr, sizes: cutlass.Constexpr, N: I32, stream
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    ends: cutlass.Constexpr,
+    of_block: cutlass.Constexpr,
+    segments: I32,
+    stream,
+    keeps: cutlass.Constexpr,
 ):
-    """Both recurrences, a block for each direction, head and sequence; `ends` are h0, dht and dh0."""
+    """Both recurrences over all segments; or what segments do to a state, B, D and M of each."""
     lw, lv = tile_layout(64, 128, STAGES, F16), tile_layout(64, 128, STAGES)
     lq, state, tokens = tile_layout(32, 32, 4 * STAGES, F16), tile_layout(64, 128, 2, F16), tile_layout(64, 64, 2, F16)
     tma = WalkTma(
@@ -117,15 +161,33 @@ def launch_walks(
         U=tma_store(work.U, tokens, (64, 64)),
         dX=tma_store(work.dX, tokens, (64, 64)),
     )
-    walks_kernel(
-        tma, WalkMemory(*ends, work.factors, x.cu), sizes, recurrence_mmas(F16), lw, lv
-    ).launch(
-        grid=(2 * sizes.HV, N, 1),
+    memory = WalkMemory(ends.h0, ends.dht, ends.dh0, work.ends, work.M, work.vec, work.factors, x.cu)
+    walks_kernel(tma, memory, of_block, recurrence_mmas(F16), lw, lv, keeps).launch(
+        grid=((2 if cutlass.const_expr(keeps) else len(Of)) * of_block.HV, segments, 1),
         block=(WALK_THREADS, 1, 1),
         stream=stream,
         min_blocks_per_mp=1,
         use_pdl=True,
-    )  # fmt: skip
+    )
+
+
+@cute.jit
+def launch_transitions(
+    work: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    ends: cutlass.Constexpr,
+    of_block: cutlass.Constexpr,
+    N: I32,
+    segments: I32,
+    stream,
+):
+    """What segments do to a state, and from that the states at their boundaries or what whole sequences do to one."""
+    launch_walks(work, x, ends, of_block, segments, stream, False)
+    lm = tile_layout(128, 128, PLACES, F16)
+    memory = ScanMemory(work.ends, work.vec, x.cu, ends.B, ends.dh0, ends.M)
+    scan_kernel(tma_load(work.all_m, lm, (128, 128)), memory, of_block, scan_mmas(), lm).launch(
+        grid=(len(Of) * of_block.HV, 2, N), block=(SCAN_THREADS, 1, 1), stream=stream, use_pdl=True
+    )
 
 
 @cute.jit
@@ -277,6 +339,8 @@ def backward_host(
     dA_log: Int64,
     ddt_bias: Int64,
     dh0: Int64,
+    M: Int64,
+    B: Int64,
     workspace: Int64,
     q_token: Int64,
     q_head: Int64,
@@ -305,6 +369,10 @@ def backward_host(
     length: I32,
     halvings: I32,
     chunks: I32,
+    segments: I32,
+    per_segment: I32,
+    has_transitions: I32,
+    makes: I32,
     stream,
     variant: cutlass.Constexpr,
 ):
@@ -316,23 +384,26 @@ def backward_host(
         (T, N, H, HV),
         variant,
     )
-    work = work_at(workspace, chunks, T, HV, Int64(T) * Int64(HV) if HV != H else Int64(0))
+    shared = Int64(T) * Int64(HV) if HV != H else Int64(0)
+    work = work_at(workspace, chunks, segments * HV * has_transitions, T, HV, shared)
     scalars = IntraScalars(scale, lower, beta_top, beta_bits)
     grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
     launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
-    of_sequence = cute.assume(Int64(HV) * STATE, divby=STATE)
-    states = cute.make_layout((N, HV, 128, 128), stride=(of_sequence, STATE, 128, 1))
-    ends = [cute.make_tensor(at_address(F32, at, 16), states) for at in (h0, dht, dh0)]
-    launch_walks(work, x, ends, WalkSizes(has_h0, has_dht, has_dh0, length, HV), N, stream)
-    memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant)
-    of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
-    launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
-    align = kda_bwd_abi.BACKWARD.alignment
-    mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
-    of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
-    mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), of_bias)
-    keys = KeySums(work.dq, work.dk, memory.mDq, memory.mDk)
-    launch_shares(GateSums(work.shares, mDa, mDbias, has_A, has_bias), keys, T, H, HV, stream, variant)
+    ends = end_states((h0, dht, dh0, M, B), N, HV)
+    of_block = WalkSizes(has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, makes)
+    if has_transitions == 1:
+        launch_transitions(work, x, ends, of_block, N, segments, stream)
+    if makes == Makes.GRADIENTS:
+        launch_walks(work, x, ends, of_block, segments, stream, True)
+        memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant)
+        of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
+        launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
+        align = kda_bwd_abi.BACKWARD.alignment
+        mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
+        of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+        mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), of_bias)
+        keys = KeySums(work.dq, work.dk, memory.mDq, memory.mDk)
+        launch_shares(GateSums(work.shares, mDa, mDbias, has_A, has_bias), keys, T, H, HV, stream, variant)
 
 
 def variants() -> Iterator[Variant]:

@@ -6,9 +6,11 @@ With what the intra-chunk kernel of the forward leaves of a chunk (`common/kda_i
     forward    X = b v - kb S           U = T X               S  <- e^{G_C} S + kr^T U                 keeps S (before), U
     reverse    dU = P^T do + kr dS      dX = T^T dU           dS <- e^{G_C} dS + qg^T do - kb^T dX     keeps dS (after), -dX
 
-Neither needs the other, so that a block runs in one direction over one (sequence, value head). As in the forward's recurrence all
-is transposed, S^T [dv, dk], because wgmma takes A, never B, from registers: two consumer warpgroups own 64 rows dv each, a
-producer warp feeds them by TMA, two chunks deep, and a warp for each consumer carries its results away.
+Neither needs the other, so that a block runs in one direction over one (sequence, value head), or over a segment of it where
+those are few (`kda_bwd_segments.py`). Segments that need them get their transitions from walks of the same kernel that keep
+nothing, in a launch of their own. As in the forward's recurrence all is transposed, S^T [dv, dk], because wgmma takes A, never B,
+from registers: two consumer warpgroups own 64 rows dv each, a producer warp feeds them by TMA, two chunks deep, and a warp for
+each consumer carries its results away.
 
 What is kept is fp16. Consumers scale all rows, and what meets them, by one power of two (`fit`), which is kept too: rows dv are
 what the products of `kda_bwd_chunk.py` sum over, so that they cannot have factors of their own.
@@ -56,10 +58,19 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
     tma_split,
 )
-from cula.ops.cute.common.varlen_index import first_chunk
 from cula.ops.cute.kda_abi import LOWER_LEFT, TILE_BYTES, UPPER_RIGHT, VEC
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
 from cula.ops.cute.sm90.fp16_window import SAFELY_HIGH, SAFELY_LOW, largest, scale_rows, squares, unscale_rows
+from cula.ops.cute.sm90.kda_bwd_segments import (
+    FORWARD,
+    End,
+    Of,
+    Start,
+    Walk,
+    WalkSizes,
+    walk_for_transition,
+    walk_with_results,
+)
 from cula.ops.cute.sm90.kda_recurrence_steps import (
     QUARTER_BYTES,
     STAGES,
@@ -79,7 +90,6 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 CONSUMER_WARPS = 8
-FORWARD, REVERSE = 0, 1
 
 
 class Barrier(enum.IntEnum):
@@ -113,18 +123,11 @@ class WalkMemory(NamedTuple):
     mH0: Any  # [N, HV, dv, dk]
     mDht: Any
     mDh0: Any
+    mEnds: Any  # [Of, segments HV, dv, dk]: what a walk over a segment ends with
+    mM: Any  # [segments HV, dk, dk], fp16
+    mVec: Any  # [chunks, HV, VEC]
     mFactors: Any  # [records, FACTORS]
     mCu: Any  # [N + 1]
-
-
-class WalkSizes(NamedTuple):
-    """Numbers that a block goes by."""
-
-    has_h0: Any
-    has_dht: Any
-    has_dh0: Any
-    length: Any
-    HV: Any
 
 
 class Storage(NamedTuple):
@@ -138,19 +141,6 @@ class Storage(NamedTuple):
     flags: Any  # [8 warps, 2]: whether fp16 holds what a warp has
     tops: Any  # [8 warps]: the largest of it
     ring: Ring
-
-
-class Walk(NamedTuple):
-    """What a block's roles know of its work."""
-
-    direction: Any
-    hv: Any
-    seq: Any
-    begin: Any  # first token
-    tokens: Any
-    chunks: Any
-    first_record: Any
-    HV: Any
 
 
 def allocate(lt: Any, lv: Any) -> Storage:
@@ -199,49 +189,79 @@ def walks_kernel(
     mmas: Mmas,
     lt: cute.ComposedLayout,
     lv: cute.ComposedLayout,
+    keeps: cutlass.Constexpr,
 ):
-    """A block for each (direction and value head, sequence)."""
+    """A block for each (direction and value head, number of a segment); where it keeps nothing, for each (`Of` and value head,
+    number)."""
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_id = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     storage = allocate(lt, lv)
-    number, seq, _ = cute.arch.block_idx()
-    direction, hv, length = number & 1, number >> 1, sizes.length
+    kind, number, _ = cute.arch.block_idx()
     set_up(storage, tma)
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one was launched before it ended
-    begin, tokens = seq * length, length
-    if length == 0:
-        begin = memory.mCu[seq]
-        tokens = memory.mCu[seq + 1] - begin
-    first = first_chunk(seq, begin, length) * sizes.HV + hv
-    walk = Walk(direction, hv, seq, begin, tokens, (tokens + 63) // 64, first, sizes.HV)
+    if cutlass.const_expr(keeps):
+        walk = walk_with_results(memory.mVec, memory.mCu, kind >> 1, kind & 1, number, sizes)
+    else:
+        walk = walk_for_transition(memory.mVec, memory.mCu, kind // len(Of), kind % len(Of), number, sizes)
 
     if warpgroup_id == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp_id == 0:
             load_role(tma, storage, walk)
         elif warp_id < 3:
-            store_role(tma, storage, walk, warp_id - 1)
+            store_role(tma, storage, walk, warp_id - 1, keeps)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         part, thread = warpgroup_id - 1, cute.arch.thread_idx()[0] % 128
         sV = cute.local_tile(storage.sV, (64, 64, STAGES), (0, part, 0))
         w = make_consumer(part, thread, mmas, storage.tiles, storage.sVec, sV)
-        w.factor.fill(1.0)
-        w.accS.fill(0.0)
-        if direction == FORWARD:
-            if sizes.has_h0 == 1:
-                cute.autovec_copy(w.ours(memory.mH0[seq, hv, None, None]), w.accS)
-            forward_role(w, storage, walk, memory.mFactors)
+        begin_walk(w, memory, sizes, walk)
+        if walk.direction == FORWARD:
+            forward_role(w, storage, walk, memory.mFactors, keeps)
         else:
-            if sizes.has_dht == 1:
-                cute.autovec_copy(w.ours(memory.mDht[seq, hv, None, None]), w.accS)
-            reverse_role(w, storage, walk, memory.mFactors)
-            if sizes.has_dh0 == 1:
-                unscale_rows(w.S, w.factor)
-                cute.autovec_copy(w.accS, w.ours(memory.mDh0[seq, hv, None, None]))
+            reverse_role(w, storage, walk, memory.mFactors, keeps)
+        end_walk(w, memory, walk)
+
+
+@cute.jit
+def begin_walk(w: cutlass.Constexpr, memory: cutlass.Constexpr, sizes: cutlass.Constexpr, walk: cutlass.Constexpr):
+    """What a consumer begins with."""
+    S, at_s = w.S, w.positions()
+    w.factor.fill(1.0)
+    for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
+        for a in cutlass.range_constexpr(2):
+            is_one = walk.start == Start.IDENTITY and at_s[a, j][0] + 64 * w.part == at_s[a, j][1]
+            S[a, j] = F32(1.0) if is_one else F32(0.0)
+    if walk.start == Start.GIVEN:
+        if walk.direction == FORWARD:
+            if sizes.has_h0 == 1:
+                cute.autovec_copy(w.ours(memory.mH0[walk.seq, walk.hv, None, None]), w.accS)
+        elif sizes.has_dht == 1:
+            cute.autovec_copy(w.ours(memory.mDht[walk.seq, walk.hv, None, None]), w.accS)
+    elif walk.start == Start.ENDS:
+        cute.autovec_copy(w.ours(memory.mEnds[walk.direction, walk.start_record, None, None]), w.accS)
+
+
+@cute.jit
+def end_walk(w: cutlass.Constexpr, memory: cutlass.Constexpr, walk: cutlass.Constexpr):
+    """What it ends with, to memory. An M is kept in both precisions."""
+    if walk.end != End.NOWHERE:
+        unscale_rows(w.S, w.factor)
+        if walk.end == End.DH0:
+            cute.autovec_copy(w.accS, w.ours(memory.mDh0[walk.seq, walk.hv, None, None]))
+        else:
+            of = I32(Of.M) if walk.end == End.M else walk.direction
+            cute.autovec_copy(w.accS, w.ours(memory.mEnds[of, walk.end_record, None, None]))
+            if walk.end == End.M:
+                cute.autovec_copy(rounded(w.accS, F16), w.ours(memory.mM[walk.end_record, None, None]))
 
 
 # Tiles come and go
+
+
+def chunk_at(walk: Walk, n: Any, is_reverse: bool) -> Any:
+    """The chunk of a step."""
+    return walk.chunk - n if is_reverse else walk.chunk + n
 
 
 def chunk_copies(tma: WalkTma, storage: Storage, walk: Walk, entering: Tma) -> ChunkCopies:
@@ -269,18 +289,20 @@ def load_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.
 
 @cute.jit
 def load_chunks(copies: cutlass.Constexpr, ring: cutlass.Constexpr, walk: cutlass.Constexpr, is_reverse: cutlass.Constexpr):
-    """The chunks of a sequence, two ahead. The reverse reads qg and P besides."""
+    """The chunks of a walk, two ahead. The reverse reads qg and P besides."""
     size = 3 * TILE_BYTES + 3 * QUARTER_BYTES + 4 * VEC
     if cutlass.const_expr(is_reverse):
         size += TILE_BYTES + 3 * QUARTER_BYTES
-    for n in cutlass.range(walk.chunks, unroll=1):
-        chunk = walk.chunks - 1 - n if cutlass.const_expr(is_reverse) else n
+    size = I32(size) - (I32(1) - walk.sees_v) * TILE_BYTES
+    for n in cutlass.range(walk.steps, unroll=1):
+        chunk = chunk_at(walk, n, is_reverse)
         record, stage = walk.first_record + chunk * walk.HV, n % STAGES
         bar = ring.full + stage
         cute.arch.mbarrier_wait(ring.empty + stage, (n // STAGES + 1) % 2)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, I32(size))
-        copy_tile(copies.v, chunk, stage, bar)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+        if walk.sees_v == 1:
+            copy_tile(copies.v, chunk, stage, bar)
         if cutlass.const_expr(is_reverse):
             for quarter in (0, LOWER_LEFT, 3):
                 copy_tile(copies.P, 4 * record + quarter, 4 * stage + quarter, bar)
@@ -298,12 +320,13 @@ def hand_over(part: Any, free: Barrier, full: Barrier) -> tuple[Any, Any]:
 
 
 @cute.jit
-def store_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, part: I32):
+def store_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, part: I32, keeps: cutlass.Constexpr):
     """A warp for each consumer: its results to the workspace."""
-    if walk.direction == FORWARD:
-        store_chunks(tma.S, tma.U, storage, walk, part, False)
-    else:
-        store_chunks(tma.dS, tma.dX, storage, walk, part, True)
+    if cutlass.const_expr(keeps):
+        if walk.direction == FORWARD:
+            store_chunks(tma.S, tma.U, storage, walk, part, False)
+        else:
+            store_chunks(tma.dS, tma.dX, storage, walk, part, True)
 
 
 @cute.jit
@@ -315,23 +338,25 @@ def store_chunks(
     part: I32,
     is_reverse: cutlass.Constexpr,
 ):
-    """A state and then tokens of each chunk. While one of them is read, the other may be written."""
+    """A state and then tokens of each chunk. While one of them is read, the other may be written. Those of a warm-up are taken
+    and dropped."""
     state_s, state_g = tma_split(state.atom, storage.state, cute.local_tile(state.coordinates, (64, 128), (None, 0)))
     tokens_s, tokens_g = tma_split(tokens.atom, storage.tokens, cute.local_tile(tokens.coordinates, (64, 64), (None, part)))
     state_free, state_full = hand_over(part, Barrier.STATE_FREE, Barrier.STATE_FULL)
     tokens_free, tokens_full = hand_over(part, Barrier.TOKENS_FREE, Barrier.TOKENS_FULL)
-    for n in cutlass.range(walk.chunks, unroll=1):
-        chunk = walk.chunks - 1 - n if cutlass.const_expr(is_reverse) else n
-        record = walk.first_record + chunk * walk.HV
+    for n in cutlass.range(walk.steps, unroll=1):
+        record = walk.first_record + chunk_at(walk, n, is_reverse) * walk.HV
         cute.arch.cp_async_bulk_wait_group(1, read=True)
         state_free.arrive()
         state_full.arrive_and_wait()
-        cute.copy(state.atom, state_s[None, part], state_g[None, 2 * record + part])
+        if n >= walk.silent:
+            cute.copy(state.atom, state_s[None, part], state_g[None, 2 * record + part])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(1, read=True)
         tokens_free.arrive()
         tokens_full.arrive_and_wait()
-        cute.copy(tokens.atom, tokens_s[None, part], tokens_g[None, record])
+        if n >= walk.silent:
+            cute.copy(tokens.atom, tokens_s[None, part], tokens_g[None, record])
         cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0)
 
@@ -405,17 +430,25 @@ def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage:
 
 
 @cute.jit
-def keep_factor(w: cutlass.Constexpr, mFactors: cute.Tensor, record: I32, which: cutlass.Constexpr):
-    if w.thread == 0 and w.part == 0:
-        mFactors[record, which] = w.factor[0]
+def keep_factor(
+    w: cutlass.Constexpr, mFactors: cute.Tensor, walk: cutlass.Constexpr, n: I32, chunk: I32, which: cutlass.Constexpr
+):
+    if w.thread == 0 and w.part == 0 and n >= walk.silent:
+        mFactors[walk.first_record + chunk * walk.HV, which] = w.factor[0]
 
 
 # The two directions
 
 
 @cute.jit
-def forward_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, mFactors: cute.Tensor):
-    """A consumer: S over the chunks of a sequence."""
+def forward_role(
+    w: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    walk: cutlass.Constexpr,
+    mFactors: cute.Tensor,
+    keeps: cutlass.Constexpr,
+):
+    """A consumer: S over the chunks of a walk."""
     mma_x, mma_t, mma_s = w.mmas
     bKb, bT, bKr = w.operands.kb, w.operands.T, w.operands.kr
     thr_x, thr_t = mma_x.get_slice(w.thread), mma_t.get_slice(w.thread)
@@ -423,16 +456,17 @@ def forward_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass
     accU = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
     at_s, S = w.positions(), w.S
     half = cute.make_rmem_tensor_like(w.accS, F16)
-    for n in cutlass.range(walk.chunks, unroll=1):
-        stage = n % STAGES
+    for n in cutlass.range(walk.steps, unroll=1):
+        stage, chunk = n % STAGES, chunk_at(walk, n, False)
         cute.arch.mbarrier_wait(storage.ring.full + stage, n // STAGES % 2)
         rV, bv = cute.make_rmem_tensor_like(accX, BF16), cute.make_rmem_tensor_like(accX, F32)
-        load_v(w, rV, stage, walk.tokens - n * 64, I32(1))
+        load_v(w, rV, stage, walk.tokens - chunk * 64, walk.sees_v)
         half.store(w.accS.load().to(F16))
         fit(w, half, rV, storage, n)
         issue(mma_x, accX, seen_as_a(half), bKb[None, None, None, stage], False)
-        hand_state(w, half, storage)
-        keep_factor(w, mFactors, walk.first_record + n * walk.HV, FACTOR_OF_S)
+        if cutlass.const_expr(keeps):
+            hand_state(w, half, storage)
+            keep_factor(w, mFactors, walk, n, chunk, FACTOR_OF_S)
         weigh_v(w, rV, bv, stage, F16)
         decay_columns(w, S, at_s, stage, 0)
         warpgroup.wait_group(0)
@@ -443,7 +477,8 @@ def forward_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass
         warpgroup.wait_group(0)
         rU = rounded(accU, F16)
         issue(mma_s, w.accS, seen_as_a(rU), bKr[None, None, None, stage], True)
-        hand_tokens(w, rU, storage)
+        if cutlass.const_expr(keeps):
+            hand_tokens(w, rU, storage)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.ring.empty + stage)
@@ -462,16 +497,22 @@ def reverse_operands(w: Consumer, tiles: ChunkTiles) -> ChunkTiles:
 
 
 @cute.jit
-def reverse_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, mFactors: cute.Tensor):
-    """A consumer: dS against the chunks of a sequence. What multiplies do does not wait for dS."""
+def reverse_role(
+    w: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    walk: cutlass.Constexpr,
+    mFactors: cute.Tensor,
+    keeps: cutlass.Constexpr,
+):
+    """A consumer: dS against the chunks of a walk. What multiplies do does not wait for dS."""
     mma_x, mma_t, mma_s = w.mmas
     bKb, bQg, bP, bT, bKr = reverse_operands(w, storage.tiles)
     thr_x = mma_x.get_slice(w.thread)
     accU, accX = [thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64))) for _ in range(2)]
     at_s, S = w.positions(), w.S
     half = cute.make_rmem_tensor_like(w.accS, F16)
-    for n in cutlass.range(walk.chunks, unroll=1):
-        stage, chunk = n % STAGES, walk.chunks - 1 - n
+    for n in cutlass.range(walk.steps, unroll=1):
+        stage, chunk = n % STAGES, chunk_at(walk, n, True)
         cute.arch.mbarrier_wait(storage.ring.full + stage, n // STAGES % 2)
         raw, wide = cute.make_rmem_tensor_like(accX, BF16), cute.make_rmem_tensor_like(accX, F32)
         load_v(w, raw, stage, walk.tokens - chunk * 64, I32(1))
@@ -482,8 +523,9 @@ def reverse_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass
         rO = rounded(wide, F16)
         issue(mma_t, accU, seen_as_a(rO), bP[None, None, None, stage], False)
         issue(mma_x, accU, seen_as_a(half), bKr[None, None, None, stage], True)
-        hand_state(w, half, storage)
-        keep_factor(w, mFactors, walk.first_record + chunk * walk.HV, FACTOR_OF_DS)
+        if cutlass.const_expr(keeps):
+            hand_state(w, half, storage)
+            keep_factor(w, mFactors, walk, n, chunk, FACTOR_OF_DS)
         for which in cutlass.range_constexpr(2):
             decay_columns(w, S, at_s, stage, which)
         issue(mma_s, w.accS, seen_as_a(rO), bQg[None, None, None, stage], True)
@@ -494,7 +536,8 @@ def reverse_role(w: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass
         rX = cute.make_rmem_tensor_like(accX, F16)
         rX.store((-accX.load()).to(F16))
         issue(mma_s, w.accS, seen_as_a(rX), bKb[None, None, None, stage], True)
-        hand_tokens(w, rX, storage)
+        if cutlass.const_expr(keeps):
+            hand_tokens(w, rX, storage)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.ring.empty + stage)
