@@ -120,7 +120,7 @@ def test_interpreted(interpreted, case, size):
 
 
 SEGMENTS = [  # and chunks of one
-    (Case((390,), is_packed=False, HV=2, numbers=torch.bfloat16), 1.0, 2),
+    (Case((390,), is_packed=False, HV=2), 1.0, 2),
     (Case((330, 70, 0), gate="fast"), 1e-5, 1),
 ]
 
