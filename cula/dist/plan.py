@@ -150,7 +150,7 @@ def local_kernels(
     _refuse_serving(who, extra)
     problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
     checks.check_device_argument(device, x.q, who)
-    _check_initial_state(who, x)
+    _check_initial_state(who, family, x)
     chosen = choose(f"{family.name}_fwd", problem, backend)
     checks.refuse_keywords(who, extra, options._fields, chosen.name, chosen.backend.options)
     of_state = ("initial_state",) if needs_grad([x.initial_state]) else ()
@@ -165,13 +165,12 @@ def _refuse_serving(who: str, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_initial_state(who: str, x: Inputs) -> None:
+def _check_initial_state(who: str, family: Family, x: Inputs) -> None:
     h0 = x.initial_state
     if h0 is None:
         return
-    if not isinstance(h0, Tensor) or h0.dtype != torch.float32:
-        got = h0.dtype if isinstance(h0, Tensor) else type(h0).__name__
-        raise checks.ArgumentTypeError(f"{who}: initial_state is {got}; expected a float32 tensor")
+    checks.check_tensor(who, "initial_state", h0)
+    checks.check_dtype(who, "initial_state", h0, family.state_dtypes)
     if h0.device != x.q.device:
         raise ValueError(f"{who}: initial_state is on {h0.device} but q is on {x.q.device}; all tensors must share a device")
 
