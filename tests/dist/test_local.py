@@ -23,6 +23,7 @@ from cula.reference import relative_error
 from tests.dist.problems import TOKENS, Spec, answer, make, operator_options
 
 ALONE = {"sp_group": None, "sp_size": 1, "sp_rank": 0}
+SOLE = {"tp_group": None, "tp_size": 1, "tp_rank": 0}
 
 
 @pytest.mark.parametrize("gate", ["log", "bounded", "softplus"])
@@ -112,10 +113,26 @@ def test_hybrid_of_one_rank():
     x = make(Spec("lightning", slices=(20,), H=1, HV=2))
     arguments = [x[name] for name in (*TOKENS["lightning"], "decay")]
     want, _ = cula.cula_lightning(*arguments)
-    sizes = {"tp_group": None, "tp_size": 1, "tp_rank": 0, **ALONE}
+    sizes = SOLE | ALONE
     o, state = cula_dist.cula_lightning_tp_cp(*arguments, gather_output=True, **sizes)
     assert relative_error(o, want) < 1e-6
     assert state.shape == (1, 2, 12, 16)
+
+
+@pytest.mark.parametrize("parallel", ["tp", "cp", "tp_cp"])
+def test_lightning_takes_both_spellings(parallel):
+    """Q, K, V and q, k, v are the same arguments, as at level 1."""
+    x = make(Spec("lightning", slices=(20,), H=1, HV=2))
+    function = getattr(cula_dist, f"cula_lightning_{parallel}")
+    sizes = {"tp": SOLE, "cp": ALONE, "tp_cp": SOLE | ALONE}[parallel]
+    want, _ = cula.cula_lightning(x["q"], x["k"], x["v"], x["decay"])
+    for names in ("qkv", "QKV", "qKv"):
+        named = {name: x[name.lower()] for name in names}
+        assert relative_error(function(**named, decay=x["decay"], **sizes)[0], want) < 1e-6
+    with pytest.raises(TypeError, match=f"cula_lightning_{parallel}: got 'Q' and 'q', which are the same argument"):
+        function(x["q"], x["k"], x["v"], x["decay"], q=x["q"], **sizes)
+    with pytest.raises(TypeError, match=f"cula_lightning_{parallel}: missing argument 'V' or 'v'"):
+        function(x["q"], x["k"], decay=x["decay"], **sizes)
 
 
 def test_tp_shares_pools_and_outputs_as_views():
