@@ -57,6 +57,38 @@ def test_autocast_changes_nothing(backend, device, call, dtype):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("family", CALLS)
+def test_another_default_device_changes_nothing(family, is_packed):
+    """Tensors that a call makes for itself follow its own tensors, not `torch.set_default_device`."""
+    function, described, switches = CALLS[family]
+    t = {n: x if x is None or n in ("A_log", "dt_bias", "decay") else x[:1] for n, x in described.tensors().items()}
+    T = t["q"].shape[1]
+    packed = {"cu_seqlens": torch.tensor([0, 3, 3, T]), "initial_state": None} if is_packed else {}
+    leaves = [t[n].requires_grad_() for n in ("q", "v")]
+    results = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            o, state = function(t | packed, "torch", **switches)
+            results.append([o, state, *torch.autograd.grad(o.square().sum() + state.sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_another_default_device_changes_no_decode():
+    T, slots = 2, torch.tensor([[1, 0], [-1, 3]])
+    call = KdaCall(B=2, T=T).tensors()
+    tokens, pool = [call[n] for n in "qkv"], torch.randn(4, *call["initial_state"].shape[1:])
+    results = []
+    for default in ("cpu", "meta"):
+        states = pool.clone()
+        of_rows = {"g": call["g"], "beta": call["beta"], "state_indices": slots, "num_accepted_tokens": torch.tensor([1, 2])}
+        with torch.device(default), torch.no_grad():
+            o, _ = cula.cula_decode(*tokens, states, **of_rows)
+            more, _ = cula.cula_decode(*tokens, states[:2], g=call["g"], beta=call["beta"])
+        results.append((o, more, states))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def test_autocast_around_decode_changes_nothing(backend, device):
     described = KdaCall(T=2, B=3, gate="bounded")
     t = {n: x for n, x in described.tensors(device).items() if n not in ("initial_state", "cu_seqlens")}
