@@ -22,7 +22,7 @@ from cula.core import checks, operator
 from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
 from cula.core.constants import MAX_DECODE_TOKENS
 from cula.core.device import running_on
-from cula.core.dispatch import Choice, choose_decode
+from cula.core.dispatch import Choice, choose_decode, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
 from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad, with_settings
@@ -94,9 +94,13 @@ def decode(
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
     checks.refuse_transforms(who)
-    request = describe_decode(family, x, options, device, who)
-    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
     known = (*family.decode.Inputs._fields, *options._fields)
+    try:
+        request = describe_decode(family, x, options, device, who)
+    except (TypeError, ValueError):
+        refuse_unknown(who, extra or (), known, backend)
+        raise
+    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
     checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)

@@ -213,6 +213,19 @@ def test_a_misspelt_keyword_names_the_right_one():
         cula.cula_kda(**t, inital_state_indices=True)
 
 
+def test_a_misspelt_keyword_is_named_before_what_is_missing_without_it():
+    t = KdaCall(T=1).tensors()
+    pool = torch.zeros(4, *t["initial_state"].shape[1:])
+    h0 = t.pop("initial_state")
+    with pytest.raises(TypeError, match="'initial_state_index'; did you mean 'initial_state_indices'"):
+        cula.cula_kda(**t, state_pool=pool, initial_state_index=torch.zeros(len(h0), dtype=torch.int32))
+    with pytest.raises(TypeError, match="'A_logs'; did you mean 'A_log'"):
+        cula.cula_kda(**t, use_gate_in_kernel=True, A_logs=torch.zeros(t["v"].shape[2]))
+    tokens, gates = [t[n] for n in "qkv"], {n: t[n] for n in ("g", "beta")}
+    with pytest.raises(TypeError, match="cula_decode: unknown keyword argument 'state_index'; did you mean 'state_indices'"):
+        cula.cula_decode(*tokens, pool, **gates, state_index=torch.tensor([0, 1]))
+
+
 def test_cula_check_finds_decays_that_break_the_promise(monkeypatch):
     t = KdaCall(T=5).tensors()
     t["g"] = torch.full_like(t["g"], -6.0)
