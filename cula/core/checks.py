@@ -51,6 +51,11 @@ def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def has_no_data(t: Any) -> bool:
+    """Whether a tensor is a shape alone: on the "meta" device, or one of `FakeTensorMode`."""
+    return isinstance(t, Tensor) and (t.is_meta or isinstance(t, torch._subclasses.FakeTensor))
+
+
 def check_tensor(who: str, name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise ArgumentTypeError(f"{who}: {name} is {type(t).__name__}; expected a torch.Tensor")

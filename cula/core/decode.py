@@ -74,8 +74,8 @@ def decode(
     if is_dynamo_compiling():
         return operator.call_decode(family, x, options, device, backend, extra, who)
     options = with_settings(options)
-    static_args = None
-    if not (extra or is_explaining.get()):
+    static_args, has_data = None, not checks.has_no_data(x.q)
+    if has_data and not (extra or is_explaining.get()):
         static_args = (options, device, backend)
         done = family.decode.replay.run(x, static_args)
         if done is None:  # its record does not fit, and stays as it is
@@ -90,7 +90,8 @@ def decode(
             with running_on(x.q):
                 o = kernel(request.problem, x)
             return (o if x.out is None else x.out), x.state
-    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+    if torch.compiler.is_compiling() or not (has_data or is_explaining.get()):
+        # torch.export, by another way than dynamo; shapes without data
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
     checks.refuse_transforms(who)

@@ -118,10 +118,16 @@ def prefill(
             static_args = None
         elif done is not NotImplemented:
             return done
-        if needs_grad(x) and x.q.is_cuda and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None:
+        if (
+            needs_grad(x)
+            and x.q.is_cuda
+            and not checks.has_no_data(x.q)
+            and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None
+        ):
             problem, choice = found
             return operator.Attention.apply(problem, choice, type(x), *x)
-    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+    if torch.compiler.is_compiling() or (checks.has_no_data(x.q) and not is_explaining.get()):
+        # torch.export, by another way than dynamo; shapes without data
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
 
     checks.refuse_transforms(who)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ordinary training loop does around a call: autocast, parameters in other dtypes, graphs that run twice, transforms."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import cula
 from cula import reference
+from cula.core import checks
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
 
@@ -87,6 +91,33 @@ def test_another_default_device_changes_no_decode():
             more, _ = cula.cula_decode(*tokens, states[:2], g=call["g"], beta=call["beta"])
         results.append((o, more, states))
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("family", CALLS)
+def test_tensors_without_data_give_shapes(family, kind):
+    """On the "meta" device and under `FakeTensorMode`: outputs, gradients and errors, and nothing is computed."""
+    function, described, switches = CALLS[family]
+    real = described.tensors()
+    want = function(real, "torch", **switches)
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        t = {n: x if x is None else x.to("meta") if kind == "meta" else mode.from_tensor(x) for n, x in real.items()}
+        t["q"].requires_grad_()
+        got = function(t, "auto", **switches)
+        (dq,) = torch.autograd.grad(got[0].sum() + got[1].sum(), t["q"])
+        with pytest.raises(ValueError, match=r"[vV] has shape"):
+            function(t | {"v": t["v"][:, 1:]}, "auto", **switches)
+    for a, b in zip((*got, dq), (*want, real["q"])):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype) and checks.has_no_data(a)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_decode_without_data_gives_shapes(kind):
+    call = KdaCall(T=1).tensors()
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        t = {n: x if x is None else x.to("meta") if kind == "meta" else mode.from_tensor(x) for n, x in call.items()}
+        o, state = cula.cula_decode(*(t[n] for n in "qkv"), t["initial_state"], g=t["g"], beta=t["beta"])
+    assert o.shape == t["v"].shape and state is t["initial_state"] and checks.has_no_data(o)
 
 
 def test_autocast_around_decode_changes_nothing(backend, device):
