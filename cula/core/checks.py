@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -70,6 +71,14 @@ def check_shape(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int,
     check_tensor(who, name, t)
     if t.shape != wanted:
         raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected {letters} = {list(wanted)}")
+
+
+def reshaped(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int, ...]) -> Tensor:
+    """A tensor that may come in any shape, in the one that is wanted."""
+    check_tensor(who, name, t)
+    if t.numel() != math.prod(wanted):
+        raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected the elements of {letters} = {list(wanted)}")
+    return t.reshape(wanted)
 
 
 def check_dtype(who: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
