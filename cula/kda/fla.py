@@ -15,7 +15,7 @@ from torch import Tensor
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
-from cula.core.fla import decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -80,6 +80,7 @@ def chunk_kda(
     elif not safe_gate and lower_bound is not None and lower_bound < LOWER_BOUND_MIN:
         g, use_gate_in_kernel, lower_bound = _deep_gate(g, A_log, dt_bias, lower_bound), False, None
         A_log = dt_bias = None
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     options = KdaOptions(
         scale=scale,
         lower_bound=lower_bound,
@@ -146,8 +147,8 @@ def fused_recurrent_kda(
         `(o, final_state)`; final_state is None unless `output_final_state` or `inplace_final_state`.
     """
     who = "fused_recurrent_kda"
-    warn_of_ignored(who, kwargs)
-    state_v_first = state_layout(state_v_first, transpose_state_layout)
+    warn_of_ignored(who, kwargs, frames=2)
+    state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     is_deep = use_gate_in_kernel and lower_bound is not None and lower_bound < LOWER_BOUND_MIN
@@ -161,6 +162,8 @@ def fused_recurrent_kda(
             f"{who}: slots of a pool go with inplace_final_state=True, initial_state= (the pool) and 1 to "
             f"{MAX_DECODE_TOKENS} tokens of every sequence; use cula.cula_kda(..., state_pool=) for more"
         )
+    if not uses_pool:
+        check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     if not is_short:
         options = KdaOptions(
             scale=scale,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core.fla import check_first_states
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -103,6 +104,7 @@ def _simple_gla(
         )
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     h0 = initial_state if initial_state is None else initial_state.float()
     if h0 is not None and not state_v_first:
         h0 = h0.transpose(-1, -2).contiguous()

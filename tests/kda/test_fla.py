@@ -6,6 +6,8 @@ import inspect
 import pytest
 import torch
 
+import cula.gdn
+import cula.lightning
 from cula import reference
 from cula.core.decode import decode
 from cula.kda import chunk_kda, fused_recurrent_kda, kda_prefill_blackwell, kda_prefill_hopper
@@ -121,6 +123,45 @@ def test_initial_states_of_other_dtypes_are_converted():
     h0 = t["initial_state"].bfloat16()
     o, _ = chunk_kda(**t | {"initial_state": h0}, state_v_first=True)
     assert relative_error(o, reference.kda(**t | {"initial_state": h0})[0]) < 1e-5
+
+
+FLAS = {
+    "chunk_kda": chunk_kda,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "chunk_gated_delta_rule": cula.gdn.chunk_gdn,
+    "fused_recurrent_gated_delta_rule": cula.gdn.fused_recurrent_gdn,
+    "chunk_simple_gla": cula.lightning.chunk_simple_gla,
+}
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+def test_first_states_are_named_as_they_came(name, T):
+    """In the layout that the caller has, not as they are seen further down."""
+    t = KdaCall(T=T, V=16, scalar_gate="kda" not in name).tensors()  # K is 32
+    if "simple_gla" in name:
+        t = {n: t[n] for n in ("q", "k", "v", "initial_state")}
+    h0 = t.pop("initial_state")  # [1, 2, 16, 32]
+    with pytest.raises(ValueError, match=rf"{name}: initial_state has shape \[1, 2, 16, 32\], .* pass state_v_first=True"):
+        FLAS[name](**t, initial_state=h0)
+    with pytest.raises(ValueError, match=rf"{name}: initial_state has shape \[1, 2, 32, 16\], .* pass state_v_first=False"):
+        FLAS[name](**t, initial_state=h0.mT, state_v_first=True)
+    with pytest.raises(
+        ValueError, match=rf"{name}: initial_state .* \[3, 2, 32, 16\]; expected \[N, HV, K, V\] = \[1, 2, 32, 16\]"
+    ):
+        FLAS[name](**t, initial_state=h0.mT.expand(3, -1, -1, -1))
+    with pytest.raises(TypeError, match=f"{name}: initial_state is list"):
+        FLAS[name](**t, initial_state=[0])
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_warnings_point_at_the_caller(function):
+    t = KdaCall(T=3).tensors()
+    with pytest.warns(UserWarning, match="ignores tune") as ignored:
+        function(**t, tune=3)
+    with pytest.warns(DeprecationWarning, match="renamed") as renamed:
+        function(**t, transpose_state_layout=True)
+    assert {warning.filename for warning in (*ignored, *renamed)} == {__file__}
 
 
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
