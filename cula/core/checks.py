@@ -168,6 +168,15 @@ def check_pool(who: str, name: str, pool: Tensor, layout: str, inner: tuple[int,
     return pool.shape[0]
 
 
+def check_own_elements(who: str, name: str, t: Tensor) -> None:
+    """ValueError for a tensor that is written to while several of its elements are one place in memory (`expand`)."""
+    if 0 in t.stride() and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride())):
+        raise ValueError(
+            f"{who}: {name} has shape {shape_of(t)} and strides {t.stride()}: it is written to, and elements of it share memory; "
+            "pass a tensor of its own, such as .clone() makes"
+        )
+
+
 def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
     least = 1 if null_is_nonpositive else 0
     live = [slot for slot in indices.flatten().tolist() if slot >= least]
@@ -219,7 +228,10 @@ def check_device_argument(device: torch.device | str | None, q: Tensor, who: str
     """`device=` is a statement, not a transfer: it must name the device the tensors are on."""
     if device is None:
         return
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{who}: device is {device!r}, which torch does not know; expected q's, {str(q.device)!r}") from error
     if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
         raise ValueError(f"{who}: device={str(wanted)!r} but q is on {q.device}; move the tensors first")
 

@@ -258,6 +258,9 @@ def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], 
                 "or state_indices of shape [N, T]"
             )
     _check_kept_states(x, dims, layout, inner, who)
+    for name in ("state", "intermediate_states", "out"):
+        if isinstance(t := getattr(x, name), Tensor):
+            checks.check_own_elements(who, name, t)
     if x.out is not None:
         checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
         checks.check_dtype(who, "out", x.out, (x.q.dtype,))
