@@ -120,8 +120,8 @@ def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, 
     return B, T, H, K, HV, V
 
 
-def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor) -> int:
-    """Shape, dtype and device of the offsets; returns the number of sequences."""
+def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor, name: str = "q") -> int:
+    """Shape, dtype and device of the offsets of q's tokens (or another tensor's, `name`); returns the number of sequences."""
     if cu_seqlens is None:
         return q.shape[0]
     if rank_of(who, "cu_seqlens", cu_seqlens) != 1 or cu_seqlens.shape[0] < 2:
@@ -129,7 +129,7 @@ def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor) -> int:
     check_dtype(who, "cu_seqlens", cu_seqlens, INDEX_DTYPES)
     check_devices(who, q.device, cu_seqlens=cu_seqlens)
     if q.shape[0] != 1:
-        raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but q has shape {shape_of(q)}")
+        raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but {name} has shape {shape_of(q)}")
     return cu_seqlens.shape[0] - 1
 
 
