@@ -163,6 +163,8 @@ def test_tp_shares_pools_and_outputs_as_views():
         ({"return_intermediate_states": True}, NotImplementedError, "return_intermediate_states"),
         ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not available over ranks"),
         ({"use_gates": True}, TypeError, "unknown keyword argument 'use_gates'"),
+        ({"cp_moed": "ring"}, TypeError, "unknown keyword argument 'cp_moed'; did you mean 'cp_mode'"),
+        ({"use_gate_in_kernel": True, "A_logs": torch.zeros(2)}, TypeError, "'A_logs'; did you mean 'A_log'"),
         ({"device": "cuda"}, ValueError, "device='cuda'"),
         ({"safe_gate": True, "use_gate_in_kernel": True}, ValueError, "lower_bound"),
     ],
@@ -171,6 +173,28 @@ def test_bad_arguments(options, error, words):
     x = make(Spec(slices=(20,)))
     with pytest.raises(error, match=words):
         cula_dist.cula_kda_cp(*(x[name] for name in TOKENS["kda"]), **(ALONE | options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"A_log": torch.zeros(5)}, ValueError, r"A_log has shape \[5\]; expected 4 value heads in dimension 0"),
+        ({"A_log": [0.0] * 4}, TypeError, "A_log is list; expected a torch.Tensor"),
+        ({"beta": torch.zeros(1, 20)}, ValueError, r"beta has shape \[1, 20\]; expected 4 value heads in dimension 2"),
+        ({"g": torch.zeros(1, 20, 3, 16)}, ValueError, "g has shape .*; expected 4 value heads in dimension 2"),
+        (
+            {"initial_state": torch.zeros(4, 12, 16)},
+            ValueError,
+            "initial_state has shape .*; expected 4 value heads in dimension 1",
+        ),
+        ({"gather_ouput": True}, TypeError, "unknown keyword argument 'gather_ouput'; did you mean 'gather_output'"),
+        ({"A_logs": torch.zeros(4)}, TypeError, "unknown keyword argument 'A_logs'; did you mean 'A_log'"),
+    ],
+)
+def test_bad_arguments_of_shared_heads(changes, error, words):
+    x = make(Spec(slices=(20,), H=2, HV=4))
+    with pytest.raises(error, match=f"cula_kda_tp: .*{words}"):
+        cula_dist.cula_kda_tp(**x | changes, tp_size=2, tp_rank=1)
 
 
 def test_a_context_without_a_group_is_refused():
