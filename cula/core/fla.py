@@ -60,18 +60,24 @@ def decode_few(
     return o, states if output_final_state else None
 
 
+def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That tokens are tensors of four dimensions, for functions that read shapes before all other checks."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if checks.rank_of(who, name, t) != 4:
+            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+
+
 def check_first_states(
     who: str, q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool, cu_seqlens: Tensor | None = None
 ) -> None:
     """First states as FLA's callers know them: the checks further down see them transposed, or as a pool.
 
-    What is wrong with the tokens is for those to say.
+    What is wrong with the offsets is for those to say.
     """
     if initial_state is None:
         return
     checks.check_tensor(who, "initial_state", initial_state)
-    is_right = isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() == 4
-    if not is_right or (cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1)):
+    if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
         return
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]

@@ -16,7 +16,7 @@ from torch import Tensor
 from cula.core import checks
 from cula.core.constants import CHUNK, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
-from cula.core.fla import check_first_states, decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, check_tokens, decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -80,6 +80,7 @@ def chunk_gated_delta_rule(
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     warn_of_ignored(who, kwargs)
+    check_tokens(who, q, k, v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
@@ -98,6 +99,8 @@ def chunk_gated_delta_rule(
         o, final_state = from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
         return o.to(io_dtype), final_state
     if initial_state_indices is not None:
+        if initial_state is None:
+            raise ValueError(f"{who}: initial_state_indices names slots of initial_state, a pool [P, HV, V, K], which is None")
         options = options._replace(output_final_state=False, return_intermediate_states=return_intermediate_states)
         x, pool = GdnInputs(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens), initial_state
         serving = Serving(state_pool=pool, initial_state_indices=initial_state_indices)
@@ -152,6 +155,7 @@ def fused_recurrent_gated_delta_rule(
     """
     who = "fused_recurrent_gated_delta_rule"
     warn_of_ignored(who, kwargs, frames=2)
+    check_tokens(who, q, k, v)
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if gv is not None:
         raise NotImplementedError(f"{who}: gv= (a decay for each value channel) is not served; g and gk are")

@@ -205,3 +205,34 @@ def test_a_context_goes_to_the_backend_that_is_named(monkeypatch):
     q = torch.zeros(1, 4, 1, 8)
     chunk_kda(q, q, q, q, q[..., 0], cp_context=object(), backend="triton")
     assert "triton" in taken[0]
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+@pytest.mark.parametrize("bad", ["q", "k", "v"])
+def test_tokens_that_are_none_or_of_another_rank_are_named(name, bad, T):
+    t = KdaCall(T=T, scalar_gate="kda" not in name, initial_state=False).tensors()
+    t = {n: t[n] for n in (("q", "k", "v") if "simple_gla" in name else ("q", "k", "v", "g", "beta"))}
+    with pytest.raises(TypeError, match=f"{name}: {bad} is NoneType; expected a torch.Tensor"):
+        FLAS[name](**t | {bad: None})
+    with pytest.raises(ValueError, match=f"{name}: {bad} has shape .*; expected four dimensions"):
+        FLAS[name](**t | {bad: t[bad][0]})
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_what_is_wrong_with_a_deep_gate_is_named(function):
+    t = KdaCall(T=4).tensors() | {"use_gate_in_kernel": True, "lower_bound": -9.0}
+    with pytest.raises(ValueError, match=r"A_log has shape \[3\]; expected the elements of \[HV\] = \[2\]"):
+        function(**t | {"A_log": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"dt_bias has shape \[2\]; expected the elements of \[HV, K\] = \[2, 32\]"):
+        function(**t | {"dt_bias": torch.zeros(2)})
+    with pytest.raises(TypeError, match="lower_bound is 'deep'; expected a number"):
+        function(**t | {"lower_bound": "deep"})
+
+
+def test_names_are_the_callers():
+    t = KdaCall(T=20, scalar_gate=True, initial_state=False).tensors()
+    with pytest.raises(ValueError, match=r"initial_state_indices names slots of initial_state, .* which is None"):
+        cula.gdn.chunk_gdn(**{n: t[n] for n in ("q", "k", "v", "g", "beta")}, initial_state_indices=torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma has shape \[3\]; expected the elements of \[H\] = \[2\]"):
+        cula.lightning.chunk_simple_gla(t["q"], t["k"], t["v"], g_gamma=torch.zeros(3))
