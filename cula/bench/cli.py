@@ -106,7 +106,10 @@ def chosen_peers(text: str) -> tuple[Peer, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device}: torch knows no such device; use --device cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch sees no GPU here; use --device cpu")
     bad = [gate for gate in args.gate if gate not in all_gates()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,11 @@ def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def has_no_data(t: Any) -> bool:
+    """Whether a tensor is a shape alone: on the "meta" device, or one of `FakeTensorMode`."""
+    return isinstance(t, Tensor) and (t.is_meta or isinstance(t, torch._subclasses.FakeTensor))
+
+
 def check_tensor(who: str, name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise ArgumentTypeError(f"{who}: {name} is {type(t).__name__}; expected a torch.Tensor")
@@ -65,6 +71,14 @@ def check_shape(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int,
     check_tensor(who, name, t)
     if t.shape != wanted:
         raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected {letters} = {list(wanted)}")
+
+
+def reshaped(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int, ...]) -> Tensor:
+    """A tensor that may come in any shape, in the one that is wanted."""
+    check_tensor(who, name, t)
+    if t.numel() != math.prod(wanted):
+        raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected the elements of {letters} = {list(wanted)}")
+    return t.reshape(wanted)
 
 
 def check_dtype(who: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -106,8 +120,8 @@ def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, 
     return B, T, H, K, HV, V
 
 
-def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor) -> int:
-    """Shape, dtype and device of the offsets; returns the number of sequences."""
+def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor, name: str = "q") -> int:
+    """Shape, dtype and device of the offsets of q's tokens (or another tensor's, `name`); returns the number of sequences."""
     if cu_seqlens is None:
         return q.shape[0]
     if rank_of(who, "cu_seqlens", cu_seqlens) != 1 or cu_seqlens.shape[0] < 2:
@@ -115,7 +129,7 @@ def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor) -> int:
     check_dtype(who, "cu_seqlens", cu_seqlens, INDEX_DTYPES)
     check_devices(who, q.device, cu_seqlens=cu_seqlens)
     if q.shape[0] != 1:
-        raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but q has shape {shape_of(q)}")
+        raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but {name} has shape {shape_of(q)}")
     return cu_seqlens.shape[0] - 1
 
 
@@ -152,6 +166,15 @@ def check_pool(who: str, name: str, pool: Tensor, layout: str, inner: tuple[int,
             "because the pool is updated in place"
         )
     return pool.shape[0]
+
+
+def check_own_elements(who: str, name: str, t: Tensor) -> None:
+    """ValueError for a tensor that is written to while several of its elements are one place in memory (`expand`)."""
+    if 0 in t.stride() and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride())):
+        raise ValueError(
+            f"{who}: {name} has shape {shape_of(t)} and strides {t.stride()}: it is written to, and elements of it share memory; "
+            "pass a tensor of its own, such as .clone() makes"
+        )
 
 
 def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
@@ -205,7 +228,10 @@ def check_device_argument(device: torch.device | str | None, q: Tensor, who: str
     """`device=` is a statement, not a transfer: it must name the device the tensors are on."""
     if device is None:
         return
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{who}: device is {device!r}, which torch does not know; expected q's, {str(q.device)!r}") from error
     if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
         raise ValueError(f"{who}: device={str(wanted)!r} but q is on {q.device}; move the tensors first")
 

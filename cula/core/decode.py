@@ -22,7 +22,7 @@ from cula.core import checks, operator
 from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
 from cula.core.constants import MAX_DECODE_TOKENS
 from cula.core.device import running_on
-from cula.core.dispatch import Choice, choose_decode
+from cula.core.dispatch import Choice, choose_decode, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
 from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad, with_settings
@@ -74,8 +74,8 @@ def decode(
     if is_dynamo_compiling():
         return operator.call_decode(family, x, options, device, backend, extra, who)
     options = with_settings(options)
-    static_args = None
-    if not (extra or is_explaining.get()):
+    static_args, has_data = None, not checks.has_no_data(x.q)
+    if has_data and not (extra or is_explaining.get()):
         static_args = (options, device, backend)
         done = family.decode.replay.run(x, static_args)
         if done is None:  # its record does not fit, and stays as it is
@@ -90,13 +90,18 @@ def decode(
             with running_on(x.q):
                 o = kernel(request.problem, x)
             return (o if x.out is None else x.out), x.state
-    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+    if torch.compiler.is_compiling() or not (has_data or is_explaining.get()):
+        # torch.export, by another way than dynamo; shapes without data
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
     checks.refuse_transforms(who)
-    request = describe_decode(family, x, options, device, who)
-    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
     known = (*family.decode.Inputs._fields, *options._fields)
+    try:
+        request = describe_decode(family, x, options, device, who)
+    except (TypeError, ValueError):
+        refuse_unknown(who, extra or (), known, backend)
+        raise
+    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
     checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)
@@ -253,6 +258,9 @@ def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], 
                 "or state_indices of shape [N, T]"
             )
     _check_kept_states(x, dims, layout, inner, who)
+    for name in ("state", "intermediate_states", "out"):
+        if isinstance(t := getattr(x, name), Tensor):
+            checks.check_own_elements(who, name, t)
     if x.out is not None:
         checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
         checks.check_dtype(who, "out", x.out, (x.q.dtype,))

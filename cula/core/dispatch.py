@@ -12,13 +12,13 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cula.core import versions
+from cula.core import checks, versions
 from cula.core.problem import DecodeProblem, Problem
 
 logger = logging.getLogger("cula")
@@ -179,6 +179,14 @@ def choose(op: str, problem: AnyProblem, backend: str = "auto", may_run: bool = 
 def select(op: str, problem: AnyProblem, backend: str = "auto") -> Callable[..., Any]:
     """The function that serves one operation."""
     return choose(op, problem, backend).backend.load(problem.family, op)
+
+
+def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str], backend: str) -> None:
+    """TypeError for a keyword that neither the function nor any backend knows, before one of them has the call.
+
+    Of a call that is wrong in other ways as well: what it lacks may be what was misspelt.
+    """
+    checks.refuse_keywords(who, given, known, backend, {name for b in BACKENDS for name in b.options})
 
 
 def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True) -> Choice:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cula.core.problem import DecodeOptions, DecodeProblem, Encoding, Problem, encoding_of
@@ -58,6 +59,7 @@ class Family:
     token_inputs: tuple[str, ...]  # names of inputs [B, T, ...]
     value_head_dims: dict[str, int]  # for tensor parallelism: in which dimension an input has HV heads
     transition: Transition
+    state_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # that an initial state may have
     decode: Decode | None = None
     bench: str = ""  # module with its benchmark, "cula.kda.bench"
     fuzz: str = ""  # module that draws its calls for the fuzzer, "cula.kda.fuzz"

@@ -9,27 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core import checks
 from cula.core.checks import POOL_DTYPES
 from cula.core.decode import decode
 from cula.core.family import Family
 from cula.core.problem import DecodeOptions
 
 
-def state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """Whether states are `[N, HV, V, K]`: FLA's `state_v_first`, or its deprecated name with FLA's words."""
+def state_layout(state_v_first: bool, transpose_state_layout: bool | None, frames: int = 1) -> bool:
+    """Whether states are `[N, HV, V, K]`: FLA's `state_v_first`, or its deprecated name with FLA's words.
+
+    `frames` are those of the function that was called: two where it is decorated by `torch.no_grad`.
+    """
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
         raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
     warnings.warn(
-        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3
+        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=2 + frames
     )  # fmt: skip
     return transpose_state_layout
 
 
-def warn_of_ignored(who: str, kwargs: dict[str, Any]) -> None:
+def warn_of_ignored(who: str, kwargs: dict[str, Any], frames: int = 1) -> None:
+    """`frames` as in `state_layout`."""
     if kwargs:
-        warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=3)
+        warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=2 + frames)
 
 
 def decode_few(
@@ -53,6 +58,38 @@ def decode_few(
         states = h0.float().clone(memory_format=torch.contiguous_format)
     o, states = decode(family, rows._replace(state=states), options, backend=backend, who=who)
     return o, states if output_final_state else None
+
+
+def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That tokens are tensors of four dimensions, for functions that read shapes before all other checks."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if checks.rank_of(who, name, t) != 4:
+            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+
+
+def check_first_states(
+    who: str, q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool, cu_seqlens: Tensor | None = None
+) -> None:
+    """First states as FLA's callers know them: the checks further down see them transposed, or as a pool.
+
+    What is wrong with the offsets is for those to say.
+    """
+    if initial_state is None:
+        return
+    checks.check_tensor(who, "initial_state", initial_state)
+    if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
+        return
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    letters, wanted, other, swapped = "[N, HV, K, V]", (N, HV, K, V), "[N, HV, V, K]", (N, HV, V, K)
+    if state_v_first:
+        letters, wanted, other, swapped = other, swapped, letters, wanted
+    if initial_state.shape == swapped and K != V:
+        raise ValueError(
+            f"{who}: initial_state has shape {list(swapped)}, which is {other}; with state_v_first={state_v_first} states are "
+            f"{letters} = {list(wanted)}: pass state_v_first={not state_v_first}, or initial_state.transpose(-1, -2)"
+        )
+    checks.check_shape(who, "initial_state", initial_state, letters, wanted)
 
 
 def swap_layout(state: Tensor | None, state_v_first: bool) -> Tensor | None:

@@ -53,6 +53,8 @@ def check_serving(serving: Serving, problem: Problem, q: Tensor, who: str) -> No
             raise ValueError(
                 f"{who}: {name} is written in place and requires grad; pass {name}.detach(), or call under torch.no_grad()"
             )
+        if isinstance(t, Tensor):
+            checks.check_own_elements(who, name, t)
     out = serving.out
     if out is None:
         return

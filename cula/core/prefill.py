@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from cula import settings
 from cula.core import checks, operator
 from cula.core.device import running_on
-from cula.core.dispatch import IN_PLACE, Choice, choose_prefill
+from cula.core.dispatch import IN_PLACE, Choice, choose_prefill, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import Family
 from cula.core.pool import (
@@ -118,16 +118,26 @@ def prefill(
             static_args = None
         elif done is not NotImplemented:
             return done
-        if needs_grad(x) and x.q.is_cuda and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None:
+        if (
+            needs_grad(x)
+            and x.q.is_cuda
+            and not checks.has_no_data(x.q)
+            and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None
+        ):
             problem, choice = found
             return operator.Attention.apply(problem, choice, type(x), *x)
-    if torch.compiler.is_compiling():  # torch.export, by another way than dynamo
+    if torch.compiler.is_compiling() or (checks.has_no_data(x.q) and not is_explaining.get()):
+        # torch.export, by another way than dynamo; shapes without data
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
 
     checks.refuse_transforms(who)
-    request = describe(family, x, options, serving, checkpoint_every, device, who)
-    choice = choose_prefill(request.problem, backend, may_run=not is_explaining.get())
     known = (*x._fields, *serving._fields, *options._fields, "checkpoint_every", "device", "backend")
+    try:
+        request = describe(family, x, options, serving, checkpoint_every, device, who)
+    except (TypeError, ValueError):
+        refuse_unknown(who, extra or (), known, backend)
+        raise
+    choice = choose_prefill(request.problem, backend, may_run=not is_explaining.get())
     checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)

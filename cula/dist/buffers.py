@@ -26,7 +26,7 @@ def alloc_state_buffer(
         num_heads: value heads of the whole model, HV.
         head_dim_k, head_dim_v: K and V. K is the last dimension of a state.
         tp_size: ranks that share the heads; must divide `num_heads`.
-        dtype: float32 (what `initial_state` takes) or bfloat16.
+        dtype: float32 (what `initial_state` takes), bfloat16 or float16.
         device: where.
 
     Example:
@@ -73,5 +73,5 @@ def _alloc(
     if num_heads % tp_size != 0:
         raise ValueError(f"{who}: tp_size = {tp_size} does not divide num_heads = {num_heads}")
     if dtype not in POOL_DTYPES:
-        raise ArgumentTypeError(f"{who}: dtype is {dtype}; expected torch.float32 or torch.bfloat16")
+        raise ArgumentTypeError(f"{who}: dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
     return torch.zeros(count, num_heads // tp_size, head_dim_v, head_dim_k, dtype=dtype, device=device)

@@ -61,6 +61,8 @@ def context_parallel(
     here = Ranks(resolve_group(who, "sp", group, size, rank, MESH_DIMS), size, rank)
     with handshake.announced_refusal(who, here.group, device_of(x.q)):
         kernels = local_kernels(who, family, x, options, device, backend, extra or {})
+        if x.initial_state is not None:  # states travel, and kernels take them, in float32
+            x = x._replace(initial_state=x.initial_state.float())
         plan = make_plan(who, x, kernels, here, wishes)
     return run_plan(who, x, plan, here)
 

@@ -92,7 +92,7 @@ def _compare(who: str, note: dict[str, Any], group: dist.ProcessGroup, device: t
     text = json.dumps(note).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")  # an int64 holds 7 bytes of any value
     _agreed(group).comparisons += 1
-    digests = _all_gather(torch.tensor([digest]), group, device)
+    digests = _all_gather(torch.tensor([digest], device="cpu"), group, device)
     if all(d.item() == digest for d in digests) and "refused" not in note:
         return
     assert len(text) <= MAX_TEXT

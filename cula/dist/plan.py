@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.dispatch import choose
+from cula.core.dispatch import choose, refuse_unknown
 from cula.core.family import Family
 from cula.core.pool import Serving
 from cula.core.problem import needs_grad
@@ -25,6 +25,8 @@ from cula.dist.varlen import SP_MODES, Layout, batch_layout, host_offsets, packe
 CP_MODES = ("auto", "ring", "scan")
 EXCHANGES = ("ring", "chain", "gather")
 SERVING = (*Serving._fields, "checkpoint_every")
+RANKS = ("sp_group", "sp_size", "sp_rank", "cp_mode", "sp_mode", "broadcast_final_state", "schedule", "nvshmem_backend")
+KEYWORDS = (*RANKS, "input_is_parallel", "gather_output", "device", "backend")
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,16 @@ def local_kernels(
     if getattr(options, "batch_invariant", False):
         raise NotImplementedError(f"{who}: batch_invariant=True is not available over ranks, which say how sequences are split")
     _refuse_serving(who, extra)
-    problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
+    known = (*x._fields, *options._fields, *KEYWORDS)
+    try:
+        problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
+    except (TypeError, ValueError):
+        refuse_unknown(who, extra, known, backend)
+        raise
     checks.check_device_argument(device, x.q, who)
-    _check_initial_state(who, x)
+    _check_initial_state(who, family, x)
     chosen = choose(f"{family.name}_fwd", problem, backend)
-    checks.refuse_keywords(who, extra, options._fields, chosen.name, chosen.backend.options)
+    checks.refuse_keywords(who, extra, known, chosen.name, chosen.backend.options)
     of_state = ("initial_state",) if needs_grad([x.initial_state]) else ()
     return LocalKernels(family, options, backend, (*problem.grads, *of_state), who)
 
@@ -165,13 +172,12 @@ def _refuse_serving(who: str, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_initial_state(who: str, x: Inputs) -> None:
+def _check_initial_state(who: str, family: Family, x: Inputs) -> None:
     h0 = x.initial_state
     if h0 is None:
         return
-    if not isinstance(h0, Tensor) or h0.dtype != torch.float32:
-        got = h0.dtype if isinstance(h0, Tensor) else type(h0).__name__
-        raise checks.ArgumentTypeError(f"{who}: initial_state is {got}; expected a float32 tensor")
+    checks.check_tensor(who, "initial_state", h0)
+    checks.check_dtype(who, "initial_state", h0, family.state_dtypes)
     if h0.device != x.q.device:
         raise ValueError(f"{who}: initial_state is on {h0.device} but q is on {x.q.device}; all tensors must share a device")
 

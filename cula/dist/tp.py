@@ -14,18 +14,22 @@ value head.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cula.core import checks
+from cula.core.dispatch import refuse_unknown
 from cula.core.family import Family
 from cula.dist import handshake
 from cula.dist.comm import gather_heads, resolve_group
 from cula.dist.varlen import check_rank
 
 MESH_DIMS = ("tp", "model", "tensor")
+KEYWORDS = ("tp_group", "tp_size", "tp_rank", "input_is_parallel", "gather_output", "nvshmem_backend")
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,19 @@ def slice_heads(who: str, family: Family, x: Any, tp_rank: int, tp_size: int) ->
     sliced = {}
     for name, dim in family.value_head_dims.items():
         t = getattr(x, name)
-        if t is None:
-            continue
-        if dim == 0 and t.shape[0] != share.HV:  # parameters of all heads, flat or with dimensions of one around them
-            t = t.reshape(share.HV, -1)
-        sliced[name] = share.of_value_heads(t, dim)
+        if t is not None:
+            sliced[name] = share.of_value_heads(_with_heads(who, name, t, dim, share.HV), dim)
     return x._replace(q=share.of_query_heads(x.q), k=share.of_query_heads(x.k), **sliced)
+
+
+def _with_heads(who: str, name: str, t: Tensor, dim: int, HV: int) -> Tensor:
+    """An input with all value heads in `dim`; parameters may come flat, or with dimensions of one around them."""
+    checks.check_tensor(who, name, t)
+    if dim == 0 and t.numel() % HV == 0 and t.numel():
+        return t if t.dim() and t.shape[0] == HV else t.reshape(HV, -1)
+    if t.dim() <= dim or t.shape[dim] != HV:
+        raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected {HV} value heads in dimension {dim}")
+    return t
 
 
 def tp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Any, ...]:
@@ -99,7 +110,13 @@ def tp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[A
             x = slice_heads(who, family, x, tp_rank, tp_size)
             _slice_buffers(kwargs, whole)
         _refuse_out(who, kwargs, gather_output)
-        outputs = family.load_entry()(*x[:positional], **_named(x, positional, kwargs))
+        try:
+            outputs = family.load_entry()(*x[:positional], **_named(x, positional, kwargs))
+        except TypeError:
+            level1 = inspect.signature(family.load_entry()).parameters
+            unknown = [name for name in kwargs if name not in level1]
+            refuse_unknown(who, unknown, [*level1, *KEYWORDS], kwargs.get("backend", "auto"))
+            raise
     return gather_all(who, outputs, group, tp_size) if gather_output else outputs
 
 

@@ -146,8 +146,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="make this call alone, as a failure's line says")
     parser.add_argument("--calls", type=int, help="at most so many a process")
     args = parser.parse_args(arguments)
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:
+        parser.error(f"--device {args.device}: torch knows no such device; use --device cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: expected 1 or more")
     plans = [
         Plan(args.seed, args.seconds, args.family, args.backend, args.device, j, args.jobs, args.case, args.calls)
         for j in range(1 if args.case is not None else args.jobs)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core import checks
 from cula.core.constants import CHUNK, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
-from cula.core.fla import decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, check_tokens, decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -79,6 +80,7 @@ def chunk_gated_delta_rule(
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     warn_of_ignored(who, kwargs)
+    check_tokens(who, q, k, v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
@@ -97,11 +99,14 @@ def chunk_gated_delta_rule(
         o, final_state = from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
         return o.to(io_dtype), final_state
     if initial_state_indices is not None:
+        if initial_state is None:
+            raise ValueError(f"{who}: initial_state_indices names slots of initial_state, a pool [P, HV, V, K], which is None")
         options = options._replace(output_final_state=False, return_intermediate_states=return_intermediate_states)
         x, pool = GdnInputs(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens), initial_state
         serving = Serving(state_pool=pool, initial_state_indices=initial_state_indices)
         o, _, *states = prefill(FAMILY, x, options, serving, backend=backend, who=who)
         return o.to(io_dtype), None, states[0].to(io_dtype) if states else None
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     if return_intermediate_states:
         raise ValueError(f"{who}: return_intermediate_states=True goes with initial_state_indices=; or use cula.cula_gdn")
     x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
@@ -149,8 +154,9 @@ def fused_recurrent_gated_delta_rule(
         `(o, final_state)`; o in v's dtype, final_state a new float32 tensor, or None unless `output_final_state`.
     """
     who = "fused_recurrent_gated_delta_rule"
-    warn_of_ignored(who, kwargs)
-    state_v_first = state_layout(state_v_first, transpose_state_layout)
+    warn_of_ignored(who, kwargs, frames=2)
+    check_tokens(who, q, k, v)
+    state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if gv is not None:
         raise NotImplementedError(f"{who}: gv= (a decay for each value channel) is not served; g and gk are")
     if use_gate_in_kernel:
@@ -174,12 +180,18 @@ def fused_recurrent_gated_delta_rule(
     if gk is not None:
         if use_gate_in_kernel:
             raise NotImplementedError(f"{who}: gk= with use_gate_in_kernel=True is not served; use cula.kda.fused_recurrent_kda")
+        checks.check_shape(
+            who, "gk", gk, "[B, T, HV, K] (g, gk and gv stand before beta)", (*v.shape[:3], q.shape[-1])
+        )  # fmt: skip
+        if g is not None:
+            checks.check_shape(who, "g", g, "[B, T, HV]", tuple(v.shape[:3]))
         gates = gk if g is None else gk.float() + g.float()[..., None]
         o, final_state = fused_recurrent_kda(
             q, k, v, gates, beta, initial_state=initial_state, output_final_state=output_final_state,
             state_v_first=state_v_first, cu_seqlens=cu_seqlens, backend=backend, **switches,
         )  # fmt: skip
         return o.to(io_dtype), final_state
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     if g is None:
         g = v.new_zeros(v.shape[:3])
     is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0

@@ -88,8 +88,8 @@ def cula_gdn_cp(
         sp_group: a process group, a `DeviceMesh` (one dimension, or several with one named "cp" or "sp"), or None for
             the default group.
         sp_size, sp_rank: its size, and this process's rank in it.
-        initial_state: `[N, HV, V, K]` float32 of all sequences; counts on rank 0. Of a batch the other ranks may pass
-            None; of packed sequences every rank passes a tensor or none does.
+        initial_state: `[N, HV, V, K]` float32, bfloat16 or float16 of all sequences; counts on rank 0. Of a batch the other
+            ranks may pass None; of packed sequences every rank passes a tensor or none does.
         output_final_state: return the states after the last tokens, on the last rank.
         cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks work at once on the maps of
             their tokens and scans those; "auto" takes the cheaper by `cula.dist.cost`.

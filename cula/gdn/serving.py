@@ -15,7 +15,7 @@ from cula.core.problem import DecodeOptions
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnDecodeInputs
 from cula.kda.family import FAMILY as KDA
-from cula.kda.serving import check_softplus, one_token_each, split_packed
+from cula.kda.serving import check_packed, check_softplus, one_token_each, raw_gates, split_packed
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -48,6 +48,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         `(out, initial_state)`.
     """
     who = "fused_recurrent_gated_delta_rule_packed_decode"
+    check_packed(who, mixed_qkv, initial_state, "initial_state")
     HV, V, K = initial_state.shape[1:]
     H, left = divmod(mixed_qkv.shape[-1] - HV * V, 2 * K)
     if left or H <= 0:
@@ -56,9 +57,8 @@ def fused_recurrent_gated_delta_rule_packed_decode(
             f"they hold no queries and keys of {K}"
         )
     q, k, v = (t.transpose(0, 1) for t in split_packed(who, mixed_qkv, H, K, HV, V))  # [N, 1, heads, dim]
-    x = GdnDecodeInputs(
-        q, k, v, initial_state, ssm_state_indices, a.unsqueeze(1), b.unsqueeze(1), A_log.reshape(-1), dt_bias, out=out
-    )  # fmt: skip
+    g, beta = raw_gates(who, q, v, a, b, has_channels=False)
+    x = GdnDecodeInputs(q, k, v, initial_state, ssm_state_indices, g, beta, A_log, dt_bias, out=out)
     return _decode(who, x, scale, use_qk_l2norm_in_kernel, null_index, backend=backend)
 
 
@@ -147,11 +147,10 @@ def fused_sigmoid_gating_delta_rule_update(
     is_draft = is_vllm or disable_state_update or intermediate_states_buffer is not None
     if cu_seqlens is not None and not is_draft and initial_state_indices is not None:
         initial_state_indices, cu_seqlens = one_token_each(initial_state_indices, cu_seqlens, who), None
-    gates = (*v.shape[:3], q.shape[-1]) if is_kda else v.shape[:3]
+    g, logits = raw_gates(who, q, v, a, b, has_channels=is_kda)
     x = GdnDecodeInputs(
-        q, k, v, initial_state_source, initial_state_indices, a.reshape(gates), b.reshape(v.shape[:3]), A_log.reshape(-1),
-        dt_bias, num_accepted_tokens, intermediate_states_buffer, intermediate_state_indices,
-        cu_seqlens, out,
+        q, k, v, initial_state_source, initial_state_indices, g, logits, A_log, dt_bias, num_accepted_tokens,
+        intermediate_states_buffer, intermediate_state_indices, cu_seqlens, out,
     )  # fmt: skip
     null_index = null_index or ("nonpositive" if is_vllm else "negative")
     family, commit = KDA if is_kda else FAMILY, not disable_state_update

@@ -377,13 +377,13 @@ def _loss_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 # Rotary embedding
 
 
-def _positions(T: int, offsets: Any, cu_seqlens: Tensor | None) -> Tensor:
+def _positions(T: int, offsets: Any, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """[B or 1, T]; an offset may be one number or one a sequence, and negative where tokens are padding."""
     if cu_seqlens is None:
-        return torch.arange(T)[None] + (offsets[:, None] if isinstance(offsets, Tensor) else offsets)
+        return torch.arange(T, device=device)[None] + (offsets[:, None] if isinstance(offsets, Tensor) else offsets)
     lengths = cu_seqlens.diff()
     starts = cu_seqlens[:-1] - offsets
-    return (torch.arange(T) - torch.repeat_interleave(starts, lengths))[None]
+    return (torch.arange(T, device=device) - torch.repeat_interleave(starts, lengths))[None]
 
 
 @_like_a_kernel
@@ -391,7 +391,7 @@ def rotary_embedding_fwdbwd(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, interleaved=False, inplace=False, conjugate=False, chunk_indices=None
 ):
     R = cos.shape[-1]
-    at = _positions(x.shape[1], seqlen_offsets, cu_seqlens)
+    at = _positions(x.shape[1], seqlen_offsets, cu_seqlens, x.device)
     c, s = (table.float()[at.clamp_min(0)][:, :, None] for table in (cos, -sin if conjugate else sin))
     turned = x[..., : 2 * R].float()
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(R, -1)

@@ -100,11 +100,17 @@ def _seg_la(
     track_lens: Tensor | None = None,
     track_state_indices: Tensor | None = None,
     softmax_scale: float | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """In place of SGLang's `seg_la_fwd`: tokens `[T, H, D]`, states `[slots, H, K, V]`; prefill, one token each, or drafts."""
+    """In place of SGLang's `seg_la_fwd`: tokens `[T, H, D]`, states `[slots, H, K, V]`; prefill, one token each, or drafts.
+
+    **kwargs: what else some releases pass (`decouple`), a hint for SGLang's own kernel.
+    """
     N, T = meta.batch_size, q.shape[0]
+    # The number of tokens does not tell a decode from prompts of a token each, or empty ones. SGLang's metadata does: of a
+    # prefill they say which sequences have a state (bools), of a decode they are ones (integers).
+    is_decode = caches is not None or (T == N and meta.s_scales.dtype != torch.bool)
     steps = -(-T // max(N, 1))
-    is_decode = steps <= 1 or caches is not None
     phase = "decode" if is_decode else "prefill"
     why_not = None
     if not _is_chosen(phase):
@@ -115,7 +121,8 @@ def _seg_la(
         why_not = "states for prefix caches"
     if why_not is not None:
         _say_once(f"cula.integrations.sglang: lightning stays SGLang's: {why_not}")
-        return original(q, k, v, s, decay_scales, meta, caches, cache_indices, track_lens, track_state_indices, softmax_scale)
+        given = (q, k, v, s, decay_scales, meta, caches, cache_indices, track_lens, track_state_indices, softmax_scale)
+        return original(*given, **kwargs)
     count(f"sglang.lightning.{phase}")
     decay = decay_scales.reshape(-1).float()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

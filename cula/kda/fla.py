@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core import checks
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
-from cula.core.fla import decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, check_tokens, decode_few, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -74,12 +75,14 @@ def chunk_kda(
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: `chunk_size` must be either 32 or 64; it is {chunk_size!r}")
     warn_of_ignored(who, kwargs)
+    check_tokens(who, q, k, v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
-    elif not safe_gate and lower_bound is not None and lower_bound < LOWER_BOUND_MIN:
-        g, use_gate_in_kernel, lower_bound = _deep_gate(g, A_log, dt_bias, lower_bound), False, None
+    elif not safe_gate and _is_deep(who, lower_bound):
+        g, use_gate_in_kernel, lower_bound = _deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     options = KdaOptions(
         scale=scale,
         lower_bound=lower_bound,
@@ -146,13 +149,13 @@ def fused_recurrent_kda(
         `(o, final_state)`; final_state is None unless `output_final_state` or `inplace_final_state`.
     """
     who = "fused_recurrent_kda"
-    warn_of_ignored(who, kwargs)
-    state_v_first = state_layout(state_v_first, transpose_state_layout)
+    warn_of_ignored(who, kwargs, frames=2)
+    check_tokens(who, q, k, v)
+    state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    is_deep = use_gate_in_kernel and lower_bound is not None and lower_bound < LOWER_BOUND_MIN
-    if is_deep:
-        g, use_gate_in_kernel, lower_bound = _deep_gate(g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
+    elif _is_deep(who, lower_bound):
+        g, use_gate_in_kernel, lower_bound = _deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
     is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
     uses_pool = inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None
@@ -161,6 +164,8 @@ def fused_recurrent_kda(
             f"{who}: slots of a pool go with inplace_final_state=True, initial_state= (the pool) and 1 to "
             f"{MAX_DECODE_TOKENS} tokens of every sequence; use cula.cula_kda(..., state_pool=) for more"
         )
+    if not uses_pool:
+        check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     if not is_short:
         options = KdaOptions(
             scale=scale,
@@ -192,8 +197,19 @@ def fused_recurrent_kda(
     return decode_few(FAMILY, rows, of_decode, output_final_state, backend, who)
 
 
-def _deep_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+def _is_deep(who: str, lower_bound: float | None) -> bool:
+    return lower_bound is not None and checks.as_number(who, "lower_bound", lower_bound) < LOWER_BOUND_MIN
+
+
+def _deep_gate(who: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
     """Log decays of a bounded gate whose bound is lower than kernels may rely on, in float32."""
-    heads = (g.shape[2], 1) if g.dim() == 4 else (g.shape[2],)
-    z = g.float() if dt_bias is None else g.float() + dt_bias.float().reshape(g.shape[2:])
-    return lower_bound * torch.sigmoid(z if A_log is None else A_log.float().reshape(heads).exp() * z)
+    if checks.rank_of(who, "g", g) not in (3, 4):
+        raise ValueError(f"{who}: g has shape {checks.shape_of(g)}; expected [B, T, HV, K], or [B, T, HV]: one gate a head")
+    of_head, HV = tuple(g.shape[2:]), g.shape[2]
+    z = g.float()
+    if dt_bias is not None:
+        z = z + checks.reshaped(who, "dt_bias", dt_bias, "[HV, K]" if g.dim() == 4 else "[HV]", of_head).float()
+    if A_log is not None:
+        rate = checks.reshaped(who, "A_log", A_log, "[HV]", (HV,)).float().exp()
+        z = z * (rate[:, None] if g.dim() == 4 else rate)
+    return lower_bound * torch.sigmoid(z)

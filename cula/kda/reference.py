@@ -19,7 +19,7 @@ def kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = No
     HV = g.shape[2]
     per_head = (HV, 1) if g.dim() == 4 else (HV,)
     z = g.double() if dt_bias is None else g.double() + dt_bias.double().reshape(g.shape[2:])
-    rate = torch.ones((), dtype=torch.float64) if A_log is None else A_log.double().exp().view(per_head)
+    rate = g.new_ones((), dtype=torch.float64) if A_log is None else A_log.double().exp().view(per_head)
     if lower_bound is None:
         return -rate * torch.nn.functional.softplus(z)
     return lower_bound * torch.sigmoid(rate * z)

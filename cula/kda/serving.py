@@ -53,8 +53,8 @@ def kda_decode(
     """
     check_softplus("kda_decode", softplus_beta, softplus_threshold)
     slots = one_token_each(initial_state_indices, cu_seqlens, "kda_decode")
-    g, beta = a.reshape(*v.shape[:3], q.shape[-1]), b.reshape(v.shape[:3])
-    x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log.reshape(-1), dt_bias, out=out)
+    g, beta = raw_gates("kda_decode", q, v, a, b, has_channels=True)
+    x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log, dt_bias, out=out)
     return _decode("kda_decode", x, scale, lower_bound, use_qk_l2norm_in_kernel, state_layout)
 
 
@@ -91,14 +91,13 @@ def kda_packed_decode(
         o `[1, N, HV, V]`.
     """
     who = "kda_packed_decode"
-    N = mixed_qkv.shape[0]
+    check_packed(who, mixed_qkv, initial_state_source, "initial_state_source")
     H, K = num_heads, head_dim_k
     HV = initial_state_source.shape[1]
     V = initial_state_source.shape[3 if state_layout == "kv" else 2]
     q, k, v = split_packed(who, mixed_qkv, H, K, HV, V)
-    A = None if A_log is None else A_log.reshape(-1)
-    g, beta = a.reshape(1, N, HV, K), b.reshape(1, N, HV)
-    x = KdaDecodeInputs(q, k, v, initial_state_source, initial_state_indices, g, beta, A, dt_bias, out=out)
+    g, beta = raw_gates(who, q, v, a, b, has_channels=True)
+    x = KdaDecodeInputs(q, k, v, initial_state_source, initial_state_indices, g, beta, A_log, dt_bias, out=out)
     return _decode(who, x, scale, lower_bound, use_qk_l2norm_in_kernel, state_layout, null_index)
 
 
@@ -127,10 +126,9 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     who = "fused_sigmoid_gating_delta_rule_update"
     check_softplus(who, softplus_beta, softplus_threshold)
-    gate_shape = (*v.shape[:3], q.shape[-1]) if is_kda else tuple(v.shape[:3])
     slots = one_token_each(initial_state_indices, cu_seqlens, who)
-    g, beta = a.reshape(gate_shape), b.reshape(v.shape[:3])
-    x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log.reshape(-1), dt_bias, out=out)
+    g, beta = raw_gates(who, q, v, a, b, has_channels=is_kda)
+    x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log, dt_bias, out=out)
     return _decode(who, x, scale, None, use_qk_l2norm_in_kernel, state_layout)
 
 
@@ -158,6 +156,26 @@ def _decode(
     return decode(FAMILY, x, options, who=who)[0]
 
 
+def raw_gates(who: str, q: Tensor, v: Tensor, a: Tensor, b: Tensor, *, has_channels: bool) -> tuple[Tensor, Tensor]:
+    """Gates and beta logits of the rows of q and v, which callers hand over in any shape."""
+    for name, t in (("q", q), ("v", v)):
+        if checks.rank_of(who, name, t) != 4:
+            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected four dimensions [N, T, heads, dim]")
+    rows = tuple(v.shape[:3])
+    if has_channels:
+        return checks.reshaped(who, "a", a, "[N, T, HV, K]", (*rows, q.shape[3])), checks.reshaped(
+            who, "b", b, "[N, T, HV]", rows
+        )
+    return checks.reshaped(who, "a", a, "[N, T, HV]", rows), checks.reshaped(who, "b", b, "[N, T, HV]", rows)
+
+
+def check_packed(who: str, mixed_qkv: Tensor, pool: Tensor, name: str) -> None:
+    if checks.rank_of(who, "mixed_qkv", mixed_qkv) != 2:
+        raise ValueError(f"{who}: mixed_qkv has shape {checks.shape_of(mixed_qkv)}; expected [N, 2 * H * K + HV * V]")
+    if checks.rank_of(who, name, pool) != 4:
+        raise ValueError(f"{who}: {name} has shape {checks.shape_of(pool)}; expected a pool of states, [P, HV, V, K]")
+
+
 def split_packed(who: str, mixed_qkv: Tensor, H: int, K: int, HV: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v `[1, N, heads, dim]` of rows `[N, 2 * H * K + HV * V]`, as views."""
     width = mixed_qkv.shape[-1]
@@ -179,6 +197,7 @@ def check_softplus(who: str, beta: float, threshold: float) -> None:
 
 def one_token_each(indices: Tensor, cu_seqlens: Tensor | None, who: str) -> Tensor:
     """The slots of the rows; refuses offsets that could mean anything but one token a sequence."""
+    checks.check_tensor(who, "initial_state_indices", indices)
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != indices.shape[0] + 1):
         raise ValueError(
             f"{who}: cu_seqlens has shape {list(cu_seqlens.shape)}; decode takes one token a sequence, [N + 1] = "

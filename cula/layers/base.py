@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cula.core import checks
 from cula.core.constants import MAX_DECODE_TOKENS
 from cula.layers.parallel import from_rank_before, shared, size_of, summed
 from cula.layers.parts import LayerCache, ShortConvolution
@@ -117,6 +118,11 @@ class LinearAttention(nn.Module):
             raise ValueError(f"{who}: hidden_states is {list(hidden_states.shape)}; expected [B, T, {self.hidden_size}]")
         if self.cp_group is not None and (cache is not None or cu_seqlens is not None):
             raise NotImplementedError(f"{who}: cache= and cu_seqlens= do not go with a cp_group; use cula.dist for those")
+        if cu_seqlens is not None:  # before a convolution reads them
+            checks.check_cu_seqlens(who, cu_seqlens, hidden_states, "hidden_states")
+            has_values = not (torch.compiler.is_compiling() or checks.has_no_data(cu_seqlens))
+            if has_values and hidden_states.device.type == "cpu":
+                checks.check_cu_seqlens_values(cu_seqlens, hidden_states, who)
         if cache is None:
             return
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.q_proj.weight.requires_grad):
@@ -170,12 +176,14 @@ class LinearAttention(nn.Module):
 
 def new_dt_bias(elements: int) -> nn.Parameter:
     """The inverse softplus of time steps between 0.001 and 0.1, evenly spread in their logarithm."""
-    dt = torch.exp(torch.rand(elements) * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).clamp_min(1e-4)
+    dt = torch.exp(torch.rand(elements, dtype=torch.float32) * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).clamp_min(
+        1e-4
+    )
     return _without_decay(dt + torch.log(-torch.expm1(-dt)))
 
 
 def new_A_log(heads: int, low: float) -> nn.Parameter:
-    return _without_decay(torch.log(torch.empty(heads).uniform_(low, 16)))
+    return _without_decay(torch.log(torch.empty(heads, dtype=torch.float32).uniform_(low, 16)))
 
 
 def _without_decay(value: Tensor) -> nn.Parameter:

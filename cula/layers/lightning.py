@@ -60,12 +60,18 @@ class LightningAttention(LinearAttention):
         self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
         self.o_norm = nn.RMSNorm(self.value_dim, norm_eps)
         first = 0 if tp_group is None else torch.distributed.get_rank(tp_group) * self.num_heads
-        heads = torch.arange(first, first + self.num_heads)
         factor = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
-        self.register_buffer("decay", 2.0 ** (-8 * (heads + 1) / num_heads) * factor, persistent=False)
+        self._decays = [2.0 ** (-8 * (head + 1) / num_heads) * factor for head in range(first, first + self.num_heads)]
+        self.register_buffer("decay", torch.tensor(self._decays, dtype=torch.float32), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LightningAttention:
+        """Decays are constants that no checkpoint holds: `.bfloat16()` must not round them, nor `.to_empty()` lose them."""
+        super()._apply(fn, recurse)
+        self.decay = torch.tensor(self._decays, dtype=torch.float32, device=self.decay.device)
+        return self
 
     def _gates(self, hidden_states: Tensor, x: Tensor) -> Tensor:
-        return self.decay.float()
+        return self.decay
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, h0: Any, final: bool, cu_seqlens: Any) -> tuple[Tensor, Any]:
         return cula_lightning(

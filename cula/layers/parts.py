@@ -40,6 +40,8 @@ class ShortConvolution(nn.Conv1d):
     def _dense(self, x: Tensor, past: Tensor | None) -> Tensor:
         if past is None:
             past = x.new_zeros(x.shape[0], x.shape[2], self.kernel_size[0] - 1)
+        if x.shape[1] == 0:  # which torch's convolution does not take
+            return x
         inputs = torch.cat([past.to(x.dtype), x.transpose(1, 2)], -1)
         return F.conv1d(inputs, self.weight, self.bias, groups=self.groups).transpose(1, 2)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core import checks
+from cula.core.fla import check_first_states, check_tokens
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -77,9 +79,10 @@ def chunk_lightning_attn(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning Attention with the slopes of a layer, as `fla.ops.lightning_attn.chunk_lightning_attn`."""
+    who = "chunk_lightning_attn"
+    check_tokens(who, q, k, v)
     H = q.shape[2]
     slopes = (8 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float32, device=q.device)
-    who = "chunk_lightning_attn"
     return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
@@ -101,12 +104,15 @@ def _simple_gla(
             f"{who}: g makes decays depend on data, which Lightning Attention does not have; pass g_gamma= (one decay a head), "
             "or use cula.cula_kda with one gate a head"
         )
+    check_tokens(who, q, k, v)
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     h0 = initial_state if initial_state is None else initial_state.float()
     if h0 is not None and not state_v_first:
         h0 = h0.transpose(-1, -2).contiguous()
-    x = LightningInputs(q, k, v, -g_gamma.float().reshape(-1), h0, cu_seqlens)
+    gamma = checks.reshaped(who, "g_gamma", g_gamma, "[H]", (v.shape[2],))
+    x = LightningInputs(q, k, v, -gamma.float(), h0, cu_seqlens)
     o, final_state = prefill(FAMILY, x, LightningOptions(scale, output_final_state=output_final_state), who=who)
     if final_state is not None and not state_v_first:
         final_state = final_state.transpose(-1, -2).contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cula.core.checks import one_of
 from cula.dist.cost import Schedule
 from cula.dist.cp import cp_call, tp_cp_call
 from cula.dist.tp import tp_call
@@ -15,10 +16,10 @@ from cula.lightning.problem import LightningInputs
 
 
 def cula_lightning_tp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
+    Q: Tensor | None = None,
+    K: Tensor | None = None,
+    V: Tensor | None = None,
+    decay: Tensor | None = None,
     *,
     tp_group: Any = None,
     tp_size: int = 1,
@@ -26,9 +27,13 @@ def cula_lightning_tp(
     input_is_parallel: bool = False,
     gather_output: bool = False,
     nvshmem_backend: bool = False,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """`cula_lightning` with its heads shared out over the ranks of a group; arguments as in `cula_kda_tp`."""
+    """`cula_lightning` with its heads shared out over the ranks of a group; arguments as in `cula_kda_tp`, q, k and v by either
+    spelling."""
     given = {
         "tp_group": tp_group,
         "tp_size": tp_size,
@@ -37,14 +42,15 @@ def cula_lightning_tp(
         "gather_output": gather_output,
         "nvshmem_backend": nvshmem_backend,
     }
-    return tp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_tp")
+    x = _inputs("cula_lightning_tp", Q, K, V, decay, q, k, v)
+    return tp_call(FAMILY, x, given | kwargs, "cula_lightning_tp")
 
 
 def cula_lightning_cp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
+    Q: Tensor | None = None,
+    K: Tensor | None = None,
+    V: Tensor | None = None,
+    decay: Tensor | None = None,
     *,
     sp_group: Any,
     sp_size: int,
@@ -57,9 +63,13 @@ def cula_lightning_cp(
     broadcast_final_state: bool = False,
     schedule: Schedule | None = None,
     nvshmem_backend: bool = False,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`cula_lightning` over sequences whose tokens lie on several ranks; arguments as in `cula_kda_cp`."""
+    """`cula_lightning` over sequences whose tokens lie on several ranks; arguments as in `cula_kda_cp`, q, k and v by either
+    spelling."""
     given = {
         "sp_group": sp_group,
         "sp_size": sp_size,
@@ -73,14 +83,15 @@ def cula_lightning_cp(
         "schedule": schedule,
         "nvshmem_backend": nvshmem_backend,
     }
-    return cp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_cp")
+    x = _inputs("cula_lightning_cp", Q, K, V, decay, q, k, v)
+    return cp_call(FAMILY, x, given | kwargs, "cula_lightning_cp")
 
 
 def cula_lightning_tp_cp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
+    Q: Tensor | None = None,
+    K: Tensor | None = None,
+    V: Tensor | None = None,
+    decay: Tensor | None = None,
     *,
     tp_group: Any,
     sp_group: Any,
@@ -90,9 +101,12 @@ def cula_lightning_tp_cp(
     sp_rank: int,
     input_is_parallel: bool = False,
     gather_output: bool = False,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`cula_lightning_cp` on this rank's heads; see `cula_kda_tp_cp`."""
+    """`cula_lightning_cp` on this rank's heads; see `cula_kda_tp_cp`. q, k and v go by either spelling."""
     given = {
         "tp_group": tp_group,
         "sp_group": sp_group,
@@ -103,4 +117,11 @@ def cula_lightning_tp_cp(
         "input_is_parallel": input_is_parallel,
         "gather_output": gather_output,
     }
-    return tp_cp_call(FAMILY, LightningInputs(Q, K, V, decay), given | kwargs, "cula_lightning_tp_cp")
+    x = _inputs("cula_lightning_tp_cp", Q, K, V, decay, q, k, v)
+    return tp_cp_call(FAMILY, x, given | kwargs, "cula_lightning_tp_cp")
+
+
+def _inputs(who: str, Q: Any, K: Any, V: Any, decay: Any, q: Any, k: Any, v: Any) -> LightningInputs:
+    """The tensors of a call by either of their names, as `cula_lightning` takes them."""
+    pairs: tuple[dict[str, Any], ...] = ({"Q": Q, "q": q}, {"K": K, "k": k}, {"V": V, "v": v}, {"decay": decay})
+    return LightningInputs(*(one_of(who, pair) for pair in pairs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cula.core import checks
 from cula.core.decode import decode
 from cula.core.problem import DecodeOptions
 from cula.lightning.family import FAMILY
@@ -40,8 +41,17 @@ def linear_attention_decode(
         decay_scales: s >= 0 of each head, H numbers in any shape; the state's factor is exp(-s).
         stride_*, HEAD_DIM, K_SPLIT_DIM, V_SPLIT_DIM: what an older kernel needed to be told; the tensors say it.
     """
+    who = "linear_attention_decode"
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if checks.rank_of(who, name, t) != 3:
+            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected three dimensions [N, H, dim]")
     H, V, K = v.shape[1], v.shape[2], k.shape[2]
+    if checks.rank_of(who, "s", s) != 4 and (s.numel() % (H * V * K) or not s.is_contiguous()):
+        raise ValueError(
+            f"{who}: s has shape {checks.shape_of(s)}; expected a pool [P, H, V, K] or [P * H, V, K], H V K = {[H, V, K]}"
+        )
     pool = s if s.dim() == 4 else s.view(-1, H, V, K)
     q, k, v, out = (t.unsqueeze(1) for t in (q, k, v, out))
-    x = LightningDecodeInputs(q, k, v, pool, s_offsets, decay_scales.reshape(-1), out=out)
-    decode(FAMILY, x, DecodeOptions(scale=softmax_scale), who="linear_attention_decode")
+    decay = checks.reshaped(who, "decay_scales", decay_scales, "[H]", (H,))
+    x = LightningDecodeInputs(q, k, v, pool, s_offsets, decay, out=out)
+    decode(FAMILY, x, DecodeOptions(scale=softmax_scale), who=who)

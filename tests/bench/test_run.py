@@ -205,6 +205,11 @@ def test_the_command_is_installed_under_its_name():
     assert getattr(importlib.import_module(module), function) is main
 
 
+def test_a_device_that_there_is_not_is_a_sentence(capsys):
+    assert main(["run", "decode", "--device", "gpu"]) == 2
+    assert "--device gpu: torch knows no such device" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path, capsys):
     assert main(["run", "decode", "--device", "cuda", "--out", str(tmp_path / "r.json")]) == 2

@@ -181,6 +181,17 @@ KDA_CASES = {
         ("checkpoint_states has 0 rows", "1 checkpoints"),
     ),
     "null indices by another word": ({"null_index": "zero"}, ValueError, ("null_index", "'zero'", "nonpositive")),
+    "a device that there is not": ({"device": "gpu"}, ValueError, ("device is 'gpu'", "'cpu'")),
+    "out whose tokens share memory": (
+        {"out": torch.zeros(1, 1, 4, 16).expand(1, 6, 4, 16)},
+        ValueError,
+        ("out", "[1, 6, 4, 16]", "share memory", "clone"),
+    ),
+    "a pool whose slots share memory": (
+        {"state_pool": torch.zeros(1, 4, 16, 8).expand(3, 4, 16, 8), "initial_state_indices": torch.tensor([0])},
+        ValueError,
+        ("state_pool", "share memory"),
+    ),
 }
 
 
@@ -341,6 +352,14 @@ DECODE_CASES = {
     "out of another dtype": ({"out": torch.zeros(3, 2, 4, 16, dtype=torch.float16)}, TypeError, ("out", "float16")),
     "safe lower_bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, ValueError, ("lower_bound", "-9.0")),
     "an unknown keyword": ({"tune": 1}, TypeError, ("tune", "torch")),
+    "a device that there is not": ({"device": "gpu"}, ValueError, ("device is 'gpu'", "'cpu'")),
+    "out whose rows share memory": ({"out": torch.zeros(1, 2, 4, 16).expand(3, 2, 4, 16)}, ValueError, ("out", "share memory")),
+    "slots that share memory": ({"state": torch.zeros(1, 4, 16, 8).expand(5, 4, 16, 8)}, ValueError, ("state", "share memory")),
+    "kept states that share memory": (
+        {"intermediate_states": torch.zeros(1, 2, 4, 16, 8).expand(3, 2, 4, 16, 8)},
+        ValueError,
+        ("intermediate_states", "share memory"),
+    ),
 }
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ordinary training loop does around a call: autocast, parameters in other dtypes, graphs that run twice, transforms."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import cula
 from cula import reference
+from cula.core import checks
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
 
@@ -55,6 +59,65 @@ def test_autocast_changes_nothing(backend, device, call, dtype):
         results.append([o, state, *grads])
     for a, b in zip(*results):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("family", CALLS)
+def test_another_default_device_changes_nothing(family, is_packed):
+    """Tensors that a call makes for itself follow its own tensors, not `torch.set_default_device`."""
+    function, described, switches = CALLS[family]
+    t = {n: x if x is None or n in ("A_log", "dt_bias", "decay") else x[:1] for n, x in described.tensors().items()}
+    T = t["q"].shape[1]
+    packed = {"cu_seqlens": torch.tensor([0, 3, 3, T]), "initial_state": None} if is_packed else {}
+    leaves = [t[n].requires_grad_() for n in ("q", "v")]
+    results = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            o, state = function(t | packed, "torch", **switches)
+            results.append([o, state, *torch.autograd.grad(o.square().sum() + state.sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_another_default_device_changes_no_decode():
+    T, slots = 2, torch.tensor([[1, 0], [-1, 3]])
+    call = KdaCall(B=2, T=T).tensors()
+    tokens, pool = [call[n] for n in "qkv"], torch.randn(4, *call["initial_state"].shape[1:])
+    results = []
+    for default in ("cpu", "meta"):
+        states = pool.clone()
+        of_rows = {"g": call["g"], "beta": call["beta"], "state_indices": slots, "num_accepted_tokens": torch.tensor([1, 2])}
+        with torch.device(default), torch.no_grad():
+            o, _ = cula.cula_decode(*tokens, states, **of_rows)
+            more, _ = cula.cula_decode(*tokens, states[:2], g=call["g"], beta=call["beta"])
+        results.append((o, more, states))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("family", CALLS)
+def test_tensors_without_data_give_shapes(family, kind):
+    """On the "meta" device and under `FakeTensorMode`: outputs, gradients and errors, and nothing is computed."""
+    function, described, switches = CALLS[family]
+    real = described.tensors()
+    want = function(real, "torch", **switches)
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        t = {n: x if x is None else x.to("meta") if kind == "meta" else mode.from_tensor(x) for n, x in real.items()}
+        t["q"].requires_grad_()
+        got = function(t, "auto", **switches)
+        (dq,) = torch.autograd.grad(got[0].sum() + got[1].sum(), t["q"])
+        with pytest.raises(ValueError, match=r"[vV] has shape"):
+            function(t | {"v": t["v"][:, 1:]}, "auto", **switches)
+    for a, b in zip((*got, dq), (*want, real["q"])):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype) and checks.has_no_data(a)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_decode_without_data_gives_shapes(kind):
+    call = KdaCall(T=1).tensors()
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        t = {n: x if x is None else x.to("meta") if kind == "meta" else mode.from_tensor(x) for n, x in call.items()}
+        o, state = cula.cula_decode(*(t[n] for n in "qkv"), t["initial_state"], g=t["g"], beta=t["beta"])
+    assert o.shape == t["v"].shape and state is t["initial_state"] and checks.has_no_data(o)
 
 
 def test_autocast_around_decode_changes_nothing(backend, device):
@@ -179,6 +242,19 @@ def test_a_misspelt_keyword_names_the_right_one():
         cula.cula_kda(**t, use_gate_in_kernal=True)
     with pytest.raises(TypeError, match="'inital_state_indices'; did you mean 'initial_state_indices'"):
         cula.cula_kda(**t, inital_state_indices=True)
+
+
+def test_a_misspelt_keyword_is_named_before_what_is_missing_without_it():
+    t = KdaCall(T=1).tensors()
+    pool = torch.zeros(4, *t["initial_state"].shape[1:])
+    h0 = t.pop("initial_state")
+    with pytest.raises(TypeError, match="'initial_state_index'; did you mean 'initial_state_indices'"):
+        cula.cula_kda(**t, state_pool=pool, initial_state_index=torch.zeros(len(h0), dtype=torch.int32))
+    with pytest.raises(TypeError, match="'A_logs'; did you mean 'A_log'"):
+        cula.cula_kda(**t, use_gate_in_kernel=True, A_logs=torch.zeros(t["v"].shape[2]))
+    tokens, gates = [t[n] for n in "qkv"], {n: t[n] for n in ("g", "beta")}
+    with pytest.raises(TypeError, match="cula_decode: unknown keyword argument 'state_index'; did you mean 'state_indices'"):
+        cula.cula_decode(*tokens, pool, **gates, state_index=torch.tensor([0, 1]))
 
 
 def test_cula_check_finds_decays_that_break_the_promise(monkeypatch):

@@ -42,6 +42,9 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
     specs["kda-scalar-gate"] = Spec(slices=slices, scalar_gate=True, H=2, HV=4, options=CHAIN)
     specs["gdn-softplus"] = Spec("gdn", slices=slices, H=1, HV=2, gate="softplus", has_h0=True)
     specs["gdn-split-scan"] = Spec("gdn", lengths=(50, 9, 71), has_h0=True, options={"sp_mode": "split", "cp_mode": "scan"})
+    pooled = {"has_h0": True, "state_dtype": torch.bfloat16}  # as a bfloat16 pool keeps them
+    specs["gdn-bf16-states"] = Spec("gdn", slices=slices, B=2, options=RING, **pooled)
+    specs["gdn-bf16-states-split"] = Spec("gdn", lengths=(50, 9, 71), options={"sp_mode": "split"}, **pooled)
     specs["kda-recompute-off"] = Spec(slices=slices, has_h0=True, options={"disable_recompute": True})
     specs["kda-empty-slice"] = Spec(slices=(0, 40, 0, 9)[-world:], has_h0=True, options=CHAIN)
     specs["kda-fast-decay"] = Spec(slices=slices, decay=4.0, has_h0=True, options=CHAIN)

@@ -23,6 +23,7 @@ from cula.reference import relative_error
 from tests.dist.problems import TOKENS, Spec, answer, make, operator_options
 
 ALONE = {"sp_group": None, "sp_size": 1, "sp_rank": 0}
+SOLE = {"tp_group": None, "tp_size": 1, "tp_rank": 0}
 
 
 @pytest.mark.parametrize("gate", ["log", "bounded", "softplus"])
@@ -112,10 +113,26 @@ def test_hybrid_of_one_rank():
     x = make(Spec("lightning", slices=(20,), H=1, HV=2))
     arguments = [x[name] for name in (*TOKENS["lightning"], "decay")]
     want, _ = cula.cula_lightning(*arguments)
-    sizes = {"tp_group": None, "tp_size": 1, "tp_rank": 0, **ALONE}
+    sizes = SOLE | ALONE
     o, state = cula_dist.cula_lightning_tp_cp(*arguments, gather_output=True, **sizes)
     assert relative_error(o, want) < 1e-6
     assert state.shape == (1, 2, 12, 16)
+
+
+@pytest.mark.parametrize("parallel", ["tp", "cp", "tp_cp"])
+def test_lightning_takes_both_spellings(parallel):
+    """Q, K, V and q, k, v are the same arguments, as at level 1."""
+    x = make(Spec("lightning", slices=(20,), H=1, HV=2))
+    function = getattr(cula_dist, f"cula_lightning_{parallel}")
+    sizes = {"tp": SOLE, "cp": ALONE, "tp_cp": SOLE | ALONE}[parallel]
+    want, _ = cula.cula_lightning(x["q"], x["k"], x["v"], x["decay"])
+    for names in ("qkv", "QKV", "qKv"):
+        named = {name: x[name.lower()] for name in names}
+        assert relative_error(function(**named, decay=x["decay"], **sizes)[0], want) < 1e-6
+    with pytest.raises(TypeError, match=f"cula_lightning_{parallel}: got 'Q' and 'q', which are the same argument"):
+        function(x["q"], x["k"], x["v"], x["decay"], q=x["q"], **sizes)
+    with pytest.raises(TypeError, match=f"cula_lightning_{parallel}: missing argument 'V' or 'v'"):
+        function(x["q"], x["k"], decay=x["decay"], **sizes)
 
 
 def test_tp_shares_pools_and_outputs_as_views():
@@ -146,6 +163,8 @@ def test_tp_shares_pools_and_outputs_as_views():
         ({"return_intermediate_states": True}, NotImplementedError, "return_intermediate_states"),
         ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not available over ranks"),
         ({"use_gates": True}, TypeError, "unknown keyword argument 'use_gates'"),
+        ({"cp_moed": "ring"}, TypeError, "unknown keyword argument 'cp_moed'; did you mean 'cp_mode'"),
+        ({"use_gate_in_kernel": True, "A_logs": torch.zeros(2)}, TypeError, "'A_logs'; did you mean 'A_log'"),
         ({"device": "cuda"}, ValueError, "device='cuda'"),
         ({"safe_gate": True, "use_gate_in_kernel": True}, ValueError, "lower_bound"),
     ],
@@ -154,6 +173,28 @@ def test_bad_arguments(options, error, words):
     x = make(Spec(slices=(20,)))
     with pytest.raises(error, match=words):
         cula_dist.cula_kda_cp(*(x[name] for name in TOKENS["kda"]), **(ALONE | options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"A_log": torch.zeros(5)}, ValueError, r"A_log has shape \[5\]; expected 4 value heads in dimension 0"),
+        ({"A_log": [0.0] * 4}, TypeError, "A_log is list; expected a torch.Tensor"),
+        ({"beta": torch.zeros(1, 20)}, ValueError, r"beta has shape \[1, 20\]; expected 4 value heads in dimension 2"),
+        ({"g": torch.zeros(1, 20, 3, 16)}, ValueError, "g has shape .*; expected 4 value heads in dimension 2"),
+        (
+            {"initial_state": torch.zeros(4, 12, 16)},
+            ValueError,
+            "initial_state has shape .*; expected 4 value heads in dimension 1",
+        ),
+        ({"gather_ouput": True}, TypeError, "unknown keyword argument 'gather_ouput'; did you mean 'gather_output'"),
+        ({"A_logs": torch.zeros(4)}, TypeError, "unknown keyword argument 'A_logs'; did you mean 'A_log'"),
+    ],
+)
+def test_bad_arguments_of_shared_heads(changes, error, words):
+    x = make(Spec(slices=(20,), H=2, HV=4))
+    with pytest.raises(error, match=f"cula_kda_tp: .*{words}"):
+        cula_dist.cula_kda_tp(**x | changes, tp_size=2, tp_rank=1)
 
 
 def test_a_context_without_a_group_is_refused():

@@ -130,5 +130,5 @@ def test_buffers():
         alloc_state_buffer(3, 8, 64, 32, tp_size=3, device="cpu")
     with pytest.raises(ValueError, match="pool_size is -1"):
         alloc_decode_state_pool(-1, 8, 64, 32, device="cpu")
-    with pytest.raises(TypeError, match=r"float32 or torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"torch\.float32, torch\.bfloat16 or torch\.float16"):
         alloc_state_buffer(3, 8, 64, 32, dtype=torch.int32, device="cpu")

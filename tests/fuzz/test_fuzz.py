@@ -85,6 +85,15 @@ def test_a_decode_that_touches_another_slot_is_found(monkeypatch, capsys):
     assert "slot 0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "words"), [("--device=gpu", "torch knows no such device"), ("--jobs=0", "expected 1 or more")]
+)
+def test_a_bad_option_is_a_sentence(option, words, capsys):
+    with pytest.raises(SystemExit):
+        fuzz.main([option, "--seconds=0"])
+    assert words in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_there_is_a_sentence(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -145,6 +145,13 @@ def test_flas_errors():
         fused_recurrent_gated_delta_rule(**t, use_gate_in_kernel=True)
 
 
+@pytest.mark.parametrize("T", [3, 20])
+def test_beta_in_the_place_of_gk_is_named(T):
+    t = GdnCall(T=T).tensors()
+    with pytest.raises(ValueError, match=r"gk has shape .*; expected \[B, T, HV, K\] \(g, gk and gv stand before beta\)"):
+        fused_recurrent_gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"])
+
+
 def test_chunk_sizes_and_unused_arguments_change_nothing():
     t = GdnCall(lens=(7, 13)).tensors() | {"initial_state": None}
     want, _ = chunk_gated_delta_rule(**t)

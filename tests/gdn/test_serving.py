@@ -117,3 +117,8 @@ def test_what_is_not_served_says_so():
         update(t, pool, slots, lower_bound=-5.0)
     with pytest.raises(TypeError, match="initial_state_source is NoneType"):
         update(t)
+    with pytest.raises(ValueError, match=r"a has shape \[3, 1, 3\]; expected the elements of \[N, T, HV\] = \[3, 1, 4\]"):
+        update(t | {"g": t["g"][..., 1:]}, pool, slots)
+    rows = torch.cat([t[n].reshape(N, -1) for n in ("q", "k", "v")], dim=-1)
+    with pytest.raises(ValueError, match=r"b has shape \[2, 1, 4\]; expected the elements of"):
+        gdn_packed_decode(rows, t["g"], t["beta"][1:], t["A_log"], t["dt_bias"], None, pool, None, slots)

@@ -214,7 +214,7 @@ def chosen(monkeypatch):
 
 
 def lightning_call(lengths, slots, *, has_state=None):
-    """Tokens [T, H, D], a pool [slots, H, K, V] and SGLang's description of the batch."""
+    """Tokens [T, H, D], a pool [slots, H, K, V] and SGLang's description of the batch: `has_state` of a prefill's sequences."""
     T, N = sum(lengths), len(lengths)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     states = torch.full((SLOTS, 2, HV, K, K), float("nan"))[:, 0]
@@ -223,7 +223,7 @@ def lightning_call(lengths, slots, *, has_state=None):
             states[slot] = rand(HV, K, K, seed=100 + slot)
     meta = types.SimpleNamespace(
         batch_size=N, q_offsets=cu, s_offsets=torch.tensor(slots, dtype=torch.int32), mask=None,
-        s_scales=torch.tensor(has_state or [1] * N),
+        s_scales=torch.ones(N, dtype=torch.int64) if has_state is None else torch.tensor(has_state) > 0,
     )  # fmt: skip
     qkv = [rand(T, HV, K, seed=seed) for seed in (1, 2, 3)]
     return qkv, states, torch.tensor([0.01, 0.1, 0.3, 1.0]).view(-1, 1, 1), meta
@@ -235,9 +235,11 @@ def lightning_want(qkv, decay, h0, at):
     return o[0], state[0].transpose(-1, -2)
 
 
-def test_lightning_prefill(chosen):
-    """On a pool with K in front; a prompt that starts anew in a used slot, one without a slot."""
-    lengths, slots = [70, 5, 20], [3, 7, -1]
+@pytest.mark.parametrize("lengths", [[70, 5, 20], [1, 1, 1], [1, 2, 0], [1, 0, 0]], ids=str)
+def test_lightning_prefill(chosen, lengths):
+    """On a pool with K in front; a prompt that starts anew in a used slot, one without a slot. As many tokens as prompts, or
+    fewer, are no decode."""
+    slots = [3, 7, -1]
     qkv, states, decay, meta = lightning_call(lengths, slots, has_state=[1, 0, 1])
     before = states.clone()
     o = cula_sglang._seg_la(None, *qkv, states, decay, meta, softmax_scale=0.5)
@@ -246,8 +248,8 @@ def test_lightning_prefill(chosen):
         at = slice(int(meta.q_offsets[n]), int(meta.q_offsets[n + 1]))
         h0 = before[slot] if n == 0 else torch.zeros(HV, K, K)
         want_o, want_state = lightning_want(qkv, decay, h0, at)
-        assert relative_error(o[at], want_o) < 1e-5
-        assert slot < 0 or relative_error(states[slot], want_state) < 1e-5
+        assert lengths[n] == 0 or relative_error(o[at], want_o) < 1e-5
+        assert slot < 0 or torch.allclose(states[slot], want_state.float(), atol=1e-5)
     assert all(states[slot].isnan().all() for slot in range(SLOTS) if slot not in slots)
 
 
@@ -258,7 +260,7 @@ def test_lightning_decode_and_drafts(chosen, steps):
     qkv, states, decay, meta = lightning_call([steps] * 3, slots)
     before, buffer = states.clone(), torch.full((5, 4, HV, K, K), float("nan"))
     drafts = {} if steps == 1 else {"caches": buffer, "cache_indices": torch.tensor(rows)}
-    o = cula_sglang._seg_la(None, *qkv, states, decay, meta, **drafts, softmax_scale=0.5)
+    o = cula_sglang._seg_la(None, *qkv, states, decay, meta, **drafts, softmax_scale=0.5, decouple=True)
     assert CALLS == {"sglang.lightning.decode": 1}
     for n, slot in enumerate(slots):
         for t in range(1, steps + 1 if slot >= 0 else 0):
@@ -273,7 +275,8 @@ def test_lightning_decode_and_drafts(chosen, steps):
 
 @pytest.mark.parametrize("what", ["another choice", "a tree", "states for prefix caches", "long drafts"])
 def test_lightning_that_stays_sglangs(chosen, what):
-    qkv, states, decay, meta = lightning_call([9, 9] if what == "long drafts" else [5, 5], [0, 1])
+    lengths, has_state = ([9, 9], None) if what == "long drafts" else ([5, 5], [1, 1])
+    qkv, states, decay, meta = lightning_call(lengths, [0, 1], has_state=has_state)
     before, given = states.clone(), {}
     if what == "another choice":
         chosen.linear_attn_prefill_backend = "triton"
@@ -284,8 +287,8 @@ def test_lightning_that_stays_sglangs(chosen, what):
     else:
         given = {"track_lens": torch.ones(2), "track_state_indices": torch.ones(2)}
     asked = []
-    cula_sglang._seg_la(lambda *args: asked.append(args), *qkv, states, decay, meta, **given)
-    assert len(asked) == 1 and asked[0][5] is meta and not CALLS
+    cula_sglang._seg_la(lambda *args, **more: asked.append((*args, more)), *qkv, states, decay, meta, **given, decouple=True)
+    assert len(asked) == 1 and asked[0][5] is meta and asked[0][-1] == {"decouple": True} and not CALLS
     assert torch.equal(states.nan_to_num(), before.nan_to_num())
 
 

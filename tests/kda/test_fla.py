@@ -6,6 +6,8 @@ import inspect
 import pytest
 import torch
 
+import cula.gdn
+import cula.lightning
 from cula import reference
 from cula.core.decode import decode
 from cula.kda import chunk_kda, fused_recurrent_kda, kda_prefill_blackwell, kda_prefill_hopper
@@ -123,6 +125,45 @@ def test_initial_states_of_other_dtypes_are_converted():
     assert relative_error(o, reference.kda(**t | {"initial_state": h0})[0]) < 1e-5
 
 
+FLAS = {
+    "chunk_kda": chunk_kda,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "chunk_gated_delta_rule": cula.gdn.chunk_gdn,
+    "fused_recurrent_gated_delta_rule": cula.gdn.fused_recurrent_gdn,
+    "chunk_simple_gla": cula.lightning.chunk_simple_gla,
+}
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+def test_first_states_are_named_as_they_came(name, T):
+    """In the layout that the caller has, not as they are seen further down."""
+    t = KdaCall(T=T, V=16, scalar_gate="kda" not in name).tensors()  # K is 32
+    if "simple_gla" in name:
+        t = {n: t[n] for n in ("q", "k", "v", "initial_state")}
+    h0 = t.pop("initial_state")  # [1, 2, 16, 32]
+    with pytest.raises(ValueError, match=rf"{name}: initial_state has shape \[1, 2, 16, 32\], .* pass state_v_first=True"):
+        FLAS[name](**t, initial_state=h0)
+    with pytest.raises(ValueError, match=rf"{name}: initial_state has shape \[1, 2, 32, 16\], .* pass state_v_first=False"):
+        FLAS[name](**t, initial_state=h0.mT, state_v_first=True)
+    with pytest.raises(
+        ValueError, match=rf"{name}: initial_state .* \[3, 2, 32, 16\]; expected \[N, HV, K, V\] = \[1, 2, 32, 16\]"
+    ):
+        FLAS[name](**t, initial_state=h0.mT.expand(3, -1, -1, -1))
+    with pytest.raises(TypeError, match=f"{name}: initial_state is list"):
+        FLAS[name](**t, initial_state=[0])
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_warnings_point_at_the_caller(function):
+    t = KdaCall(T=3).tensors()
+    with pytest.warns(UserWarning, match="ignores tune") as ignored:
+        function(**t, tune=3)
+    with pytest.warns(DeprecationWarning, match="renamed") as renamed:
+        function(**t, transpose_state_layout=True)
+    assert {warning.filename for warning in (*ignored, *renamed)} == {__file__}
+
+
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
 def test_bounds_below_those_of_a_safe_gate(function):
     call = KdaCall(T=70, gate="bounded", initial_state=False)
@@ -164,3 +205,34 @@ def test_a_context_goes_to_the_backend_that_is_named(monkeypatch):
     q = torch.zeros(1, 4, 1, 8)
     chunk_kda(q, q, q, q, q[..., 0], cp_context=object(), backend="triton")
     assert "triton" in taken[0]
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+@pytest.mark.parametrize("bad", ["q", "k", "v"])
+def test_tokens_that_are_none_or_of_another_rank_are_named(name, bad, T):
+    t = KdaCall(T=T, scalar_gate="kda" not in name, initial_state=False).tensors()
+    t = {n: t[n] for n in (("q", "k", "v") if "simple_gla" in name else ("q", "k", "v", "g", "beta"))}
+    with pytest.raises(TypeError, match=f"{name}: {bad} is NoneType; expected a torch.Tensor"):
+        FLAS[name](**t | {bad: None})
+    with pytest.raises(ValueError, match=f"{name}: {bad} has shape .*; expected four dimensions"):
+        FLAS[name](**t | {bad: t[bad][0]})
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_what_is_wrong_with_a_deep_gate_is_named(function):
+    t = KdaCall(T=4).tensors() | {"use_gate_in_kernel": True, "lower_bound": -9.0}
+    with pytest.raises(ValueError, match=r"A_log has shape \[3\]; expected the elements of \[HV\] = \[2\]"):
+        function(**t | {"A_log": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"dt_bias has shape \[2\]; expected the elements of \[HV, K\] = \[2, 32\]"):
+        function(**t | {"dt_bias": torch.zeros(2)})
+    with pytest.raises(TypeError, match="lower_bound is 'deep'; expected a number"):
+        function(**t | {"lower_bound": "deep"})
+
+
+def test_names_are_the_callers():
+    t = KdaCall(T=20, scalar_gate=True, initial_state=False).tensors()
+    with pytest.raises(ValueError, match=r"initial_state_indices names slots of initial_state, .* which is None"):
+        cula.gdn.chunk_gdn(**{n: t[n] for n in ("q", "k", "v", "g", "beta")}, initial_state_indices=torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma has shape \[3\]; expected the elements of \[H\] = \[2\]"):
+        cula.lightning.chunk_simple_gla(t["q"], t["k"], t["v"], g_gamma=torch.zeros(3))

@@ -96,3 +96,37 @@ def test_another_softplus_is_refused(step):
         kda_decode(*args, softplus_threshold=5.0)
     with pytest.raises(ValueError, match="cu_seqlens"):
         kda_decode(*args, cu_seqlens=torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "words"),
+    [
+        ("g", lambda t: t[..., 1:], r"a has shape \[3, 1, 4, 31\]; expected the elements of \[N, T, HV, K\] = \[3, 1, 4, 32\]"),
+        ("beta", lambda t: t[:, :, 1:], r"b has shape \[3, 1, 3\]; expected the elements of \[N, T, HV\] = \[3, 1, 4\]"),
+        ("beta", lambda _: None, "b is NoneType; expected a torch.Tensor"),
+        ("v", lambda t: t[0], r"v has shape \[1, 4, 16\]; expected four dimensions"),
+        ("A_log", lambda t: t[1:], r"A_log has shape \[3\]; expected HV = 4 elements"),
+        ("A_log", lambda _: None, "needs A_log"),
+    ],
+)
+def test_bad_tensors_are_named(step, name, bad, words):
+    _, t, pool, slots = step
+    t, before = t | {name: bad(t[name])}, pool.clone()
+    with pytest.raises(ValueError, match=f"kda_decode: .*{words}"):
+        kda_decode(t["A_log"], t["dt_bias"], t["q"], t["k"], t["v"], t["g"], t["beta"], pool, slots)
+    raw = (t["A_log"], t["g"], t["dt_bias"], 1.0, 20.0, t["q"], t["k"], t["v"], t["beta"], pool, slots)
+    with pytest.raises(ValueError, match=f"fused_sigmoid_gating_delta_rule_update: .*{words}"):
+        fused_sigmoid_gating_delta_rule_update(*raw, is_kda=True)
+    assert torch.equal(pool, before)
+
+
+def test_a_packed_call_names_what_is_not_packed(step):
+    _, t, pool, slots = step
+    rows, sizes = torch.randn(N, 2 * H * K + HV * V), {"num_heads": H, "head_dim_k": K}
+    gates = (t["g"], t["beta"], t["A_log"], t["dt_bias"])
+    with pytest.raises(ValueError, match=r"mixed_qkv has shape \[192\]; expected"):
+        kda_packed_decode(rows[0], *gates, pool, slots, **sizes)
+    with pytest.raises(ValueError, match=r"initial_state_source has shape \[4, 16, 32\]; expected a pool"):
+        kda_packed_decode(rows, *gates, pool[0], slots, **sizes)
+    with pytest.raises(ValueError, match="kda_packed_decode: a has shape"):
+        kda_packed_decode(rows, t["g"][1:], *gates[1:], pool, slots, **sizes)

@@ -82,7 +82,7 @@ def test_a_sequence_in_parts(name):
     layer, x = make(name), rand(2, 30, 32)
     with torch.no_grad():
         whole, cache = layer(x), layer.new_cache(2)
-        parts = [layer(part, cache=cache) for part in x.split([12, 2, 10, 3, 1, 1, 1], 1)]
+        parts = [layer(part, cache=cache) for part in x.split([12, 2, 10, 0, 3, 1, 1, 1], 1)]
     assert relative_error(torch.cat(parts, 1), whole) < 1e-5
 
 
@@ -132,6 +132,51 @@ def test_bfloat16(name):
         steps = torch.cat([layer(t.bfloat16(), cache=cache) for t in x.split([30, 5, 5], 1)], 1)
     assert got.dtype == torch.bfloat16 and relative_error(got.float(), want) < 3e-2
     assert relative_error(steps.float(), want) < 3e-2
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_made_without_data_and_filled_from_a_checkpoint(name):
+    """As large models are: on the "meta" device, then empty, then loaded."""
+    layer, x = make(name), rand(2, 20, 32)
+    with torch.device("meta"):
+        empty = make(name)
+    filled = empty.to_empty(device="cpu")
+    for t in filled.buffers():
+        assert bool(t.isfinite().all())
+    filled.load_state_dict(layer.state_dict())
+    assert torch.equal(filled(x), layer(x))
+
+
+def test_constants_stay_exact():
+    """Decays, and the gate's parameters of a model that is made in another dtype, which FLA too keeps in float32."""
+    layer = layers.LightningAttention(32, 4, layer_idx=1, num_layers=3)
+    exact = layer.decay.clone()
+    assert torch.equal(layer.bfloat16().decay, exact) and exact.dtype == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = [make("kda"), make("gdn"), layers.LightningAttention(32, 4, layer_idx=1, num_layers=3)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(t.dtype == torch.float32 for layer in made[:2] for t in (layer.A_log, layer.dt_bias))
+    assert torch.equal(made[2].decay, exact)
+
+
+BAD_OFFSETS = {
+    "falling": (torch.tensor([0, 9, 5, 20]), r"cu_seqlens is \[0, 9, 5, 20\]; expected non-decreasing offsets"),
+    "too short": (torch.tensor([0, 5, 5, 19]), "from 0 to T = 20"),
+    "not integers": (torch.tensor([0.0, 5, 5, 20]), "cu_seqlens has dtype float32"),
+    "of a batch": (torch.tensor([0, 5, 5, 20]), r"needs B == 1, but hidden_states has shape \[2, 20, 32\]"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("bad", BAD_OFFSETS)
+def test_bad_offsets_are_named_and_change_no_cache(name, bad):
+    layer, (offsets, words) = make(name), BAD_OFFSETS[bad]
+    x, cache = rand(2 if bad == "of a batch" else 1, 20, 32), layer.new_cache(3)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{type(layer).__name__}: .*{words}"):
+        layer(x, cache=cache, cu_seqlens=offsets)
+    assert not any(t.any() for t in (*cache.conv, cache.recurrent))
 
 
 @pytest.mark.parametrize(

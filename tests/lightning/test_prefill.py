@@ -46,3 +46,5 @@ def test_level_0_is_strict_about_offsets():
         lightning_attn_fwd_varlen(t["q"], t["k"], t["v"], t["decay"], t["cu_seqlens"].long())
     with pytest.raises(ValueError, match="state_pool"):
         lightning_attn_fwd_varlen(t["q"], t["k"], t["v"], t["decay"], t["cu_seqlens"], initial_state_indices=torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match="lightning_attn_fwd_varlen: cu_seqlens is NoneType"):
+        lightning_attn_fwd_varlen(*[t[n] for n in ("q", "k", "v", "decay")], None)

@@ -25,3 +25,25 @@ def test_linear_attention_decode_honours_slots(flat_pool):
     assert not out[1].any()
     assert relative_error(pool[[5, 2]], want_state[[0, 2]]) < 1e-5
     assert torch.equal(pool[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "words"),
+    [
+        ("q", lambda t: t[0], r"q has shape \[2, 8\]; expected three dimensions"),
+        ("out", lambda _: None, "out is NoneType; expected a torch.Tensor"),
+        ("s", lambda t: t[0, 0], r"s has shape \[16, 8\]; expected a pool"),
+        ("decay_scales", lambda t: t[1:], r"decay_scales has shape \[1\]; expected the elements of \[H\] = \[2\]"),
+    ],
+)
+def test_bad_tensors_are_named(name, bad, words):
+    t = {"q": torch.randn(3, 2, 8), "k": torch.randn(3, 2, 8), "v": torch.randn(3, 2, 16), "s": torch.zeros(5, 2, 16, 8)}
+    t |= {"out": torch.zeros(3, 2, 16), "s_offsets": torch.arange(3), "decay_scales": torch.ones(2), "softmax_scale": 1.0}
+    unread = dict.fromkeys(
+        ("stride_q", "stride_k", "stride_v", "stride_s", "stride_o", "HEAD_DIM", "K_SPLIT_DIM", "V_SPLIT_DIM"), 0
+    )
+    linear_attention_decode(**t, **unread)
+    before = t["s"].clone()
+    with pytest.raises(ValueError, match=f"linear_attention_decode: {words}"):
+        linear_attention_decode(**t | {name: bad(t[name])}, **unread)
+    assert torch.equal(t["s"], before)

@@ -41,8 +41,8 @@ class ChunkPlan:
 
     def __init__(self, B: int, T: int, cu_seqlens: Tensor | None, C: int, device: torch.device):
         if cu_seqlens is None:
-            first = torch.arange(B) * T
-            lengths = torch.full((B,), T)
+            first = _arange(B) * T
+            lengths = torch.full((B,), T, device="cpu")
         else:
             offsets = cu_seqlens.detach().to("cpu", torch.int64)
             first, lengths = offsets[:-1], offsets.diff()
@@ -51,13 +51,13 @@ class ChunkPlan:
         self.order = torch.argsort(chunks, descending=True, stable=True)  # scan position -> sequence
         most = int(chunks.max()) if len(chunks) else 0
         # alive[j]: how many sequences have a j-th chunk
-        alive = (chunks[None, :] > torch.arange(most)[:, None]).sum(1)
+        alive = (chunks[None, :] > _arange(most)[:, None]).sum(1)
         self.step_sizes = tuple(alive.tolist())
         self.num_chunks = int(alive.sum())
 
-        step = torch.repeat_interleave(torch.arange(most), alive)  # [NC] the step of a chunk
+        step = torch.repeat_interleave(_arange(most), alive)  # [NC] the step of a chunk
         step_start = torch.cumsum(alive, 0) - alive
-        sequence = self.order[torch.arange(self.num_chunks) - step_start[step]]  # [NC] its sequence
+        sequence = self.order[_arange(self.num_chunks) - step_start[step]]  # [NC] its sequence
         self.begin = first[sequence] + step * C  # [NC] its first token
         self.size = torch.clamp(lengths[sequence] - step * C, max=C)  # [NC] its tokens
         # where the c-th chunk, counted sequence by sequence as users do, is found in ours
@@ -124,8 +124,13 @@ class ChunkPlan:
         return None if self._is_one_full_run else self._tokens(slab)[1]
 
     def _tokens(self, slab: Slab) -> tuple[Tensor, Tensor | None]:
-        position = torch.arange(self.C)
+        position = _arange(self.C)
         begin, size = self.begin[slab.start : slab.stop, None], self.size[slab.start : slab.stop, None]
         is_pad = position >= size  # [n, C]
         index = torch.where(is_pad, begin, begin + position)
         return index.to(self.device), is_pad.to(self.device) if bool(is_pad.any()) else None
+
+
+def _arange(stop: int) -> Tensor:
+    """On the host, whatever `torch.set_default_device` says."""
+    return torch.arange(stop, device="cpu")

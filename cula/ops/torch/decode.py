@@ -123,7 +123,7 @@ def _all_rows(p: DecodeProblem, x: Any, tokens: Tokens) -> None:
             slots = x.state_indices[:, t].long()
             _store(x.state, slots, live & ~_is_null(slots, opt.null_is_nonpositive), S, opt.state_is_kv)
     if opt.commit and not p.has_token_indices:
-        slots = _rows(p) if x.state_indices is None else x.state_indices.long()
+        slots = _rows(p, S) if x.state_indices is None else x.state_indices.long()
         _store(x.state, slots.to(S.device), live, S, opt.state_is_kv)
 
 
@@ -134,8 +134,8 @@ def for_value_heads(t: Tensor, group: int) -> Tensor:
 
 def _first_states(p: DecodeProblem, x: Any) -> tuple[Tensor, Tensor]:
     """Which rows are live, and the state each starts from (zeros for the others), [N, HV, V, K] float32."""
-    opt, device = p.options, x.q.device
-    rows = _rows(p).to(device)
+    opt = p.options
+    rows = _rows(p, x.q)
     accepted = None if x.num_accepted_tokens is None else x.num_accepted_tokens.long()
     if x.state_indices is None:
         slots = rows
@@ -154,14 +154,14 @@ def _first_states(p: DecodeProblem, x: Any) -> tuple[Tensor, Tensor]:
     return live, S.contiguous()
 
 
-def _rows(p: DecodeProblem) -> Tensor:
-    return torch.arange(p.N)
+def _rows(p: DecodeProblem, beside: Tensor) -> Tensor:
+    return torch.arange(p.N, device=beside.device)
 
 
 def _kept_rows(p: DecodeProblem, x: Any) -> Tensor:
     """Which rows of the intermediate states are those of the call's rows; negative: none."""
     rows = x.intermediate_state_indices
-    return _rows(p).to(x.q.device) if rows is None else rows.long()
+    return _rows(p, x.q) if rows is None else rows.long()
 
 
 def _is_null(slots: Tensor, null_is_nonpositive: bool) -> Tensor:
