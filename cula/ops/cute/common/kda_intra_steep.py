@@ -106,11 +106,14 @@ def first_pass_steep(x: cutlass.Constexpr, ends: cute.Tensor, middles: cute.Tens
             else:
                 rounded.store(left.load().to(dtype))
                 leave_rows(rounded, KEYS, 16 * n + 8 * j)
-            if cutlass.const_expr(makes_all):  # kb, and then qg, in bf16 from what has not been rounded
+            if cutlass.const_expr(makes_all and is_f16):  # kb, and then qg
                 for e in cutlass.range_constexpr(4):
                     pre4[e], b4[e] = pre[e % 2], b[e // 2].to(wide)
-                unscaled = rounded if cutlass.const_expr(is_f16) else left
-                store_columns((unscaled.load() * pre4.load() * b4.load()).to(dtype), at, dtype)
+                store_columns(rounded.load() * pre4.load() * b4.load(), at, dtype)
+            elif cutlass.const_expr(makes_all):  # from what has not been rounded
+                for e in cutlass.range_constexpr(4):
+                    out[e] = left[e] * pre[e % 2] * b[e // 2]
+                store_columns(out.load().to(dtype), at, dtype)
             widen(flat(raw_q, 4 * j, 4), q)
             for e in cutlass.range_constexpr(4):
                 q[e] = q[e] * inv_q[e // 2]
@@ -121,9 +124,12 @@ def first_pass_steep(x: cutlass.Constexpr, ends: cute.Tensor, middles: cute.Tens
             else:
                 rounded.store(left.load().to(dtype))
                 leave_rows(rounded, QUERIES, 16 * n + 8 * j)
-            if cutlass.const_expr(makes_all):
-                unscaled = rounded if cutlass.const_expr(is_f16) else left
-                store_columns((unscaled.load() * pre4.load()).to(dtype), at + TILE_BYTES, dtype)
+            if cutlass.const_expr(makes_all and is_f16):
+                store_columns(rounded.load() * pre4.load(), at + TILE_BYTES, dtype)
+            elif cutlass.const_expr(makes_all):
+                for e in cutlass.range_constexpr(4):
+                    out[e] = left[e] * pre[e % 2]
+                store_columns(out.load().to(dtype), at + TILE_BYTES, dtype)
             for ri, acc in ((0, early), (1, late)):
                 add_rows(x.mmas.tf32, acc, (k, q), of.ahead, (k, of.back), ri, ri)
             add_rows(x.mmas.tf32, cross, (k, q), of.level, (k, of.level), 1, 0)

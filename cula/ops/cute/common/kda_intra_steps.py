@@ -324,18 +324,17 @@ def first_pass(
     key_at = address(smem.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
     step = 16 * wide.width // 8
     to = x.scores
+    makes_all = not is_f16 or to is not None  # kb and qg too
     # A loop would take an object whose method it calls for something that it changes.
     leave_rows, leave_b = (None, None) if cutlass.const_expr(to is None) else (to.leave_rows, to.leave_keys)
+    of_rows = None if cutlass.const_expr(to is None) else norms_of_rows(x)
     for n in cutlass.range(4, unroll=4 if cutlass.const_expr(smem.T is None) else 1):  # fused, registers are fewer
         decays = cute.make_rmem_tensor((8,), F16)
         if cutlass.const_expr(not is_scalar):
             decays = load_matrix((k_at ^ 32 * n) + from_k(smem.steps), F16, True)
         raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, smem.to_q)]
         back, post = read_factors(back_at + 64 * n, F32), read_factors(post_at + step * n, wide)
-        inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]  # each time: registers are few
-        for i in cutlass.range_constexpr(2):
-            row = 16 * x.block_row + x.r + 8 * i
-            inv_k[i], inv_q[i] = smem.norms[row, KEYS], smem.norms[row, QUERIES]
+        inv_k, inv_q = norms_of_rows(x) if cutlass.const_expr(to is None) else of_rows  # each time where registers are few
         since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
         if cutlass.const_expr(is_scalar):
             for e in cutlass.range_constexpr(8):  # all columns are alike
@@ -387,10 +386,10 @@ def first_pass(
         ql8.store(left_q.load().to(dtype))
         if cutlass.const_expr(to is None):
             store_matrix(ql8, (k_at ^ 32 * n) + from_k(smem.kl_ql) + TILE_BYTES)
-        else:
+        if cutlass.const_expr(to is not None):
             leave_rows(ql8, QUERIES, 16 * n)
         add_block(mma_tf32, diagonal_p, q if cutlass.const_expr(is_scalar) else left_q, right)
-        if cutlass.const_expr(not is_f16 or to is not None):  # kb and qg, in bf16 from what has not been rounded
+        if cutlass.const_expr(makes_all):  # kb and qg, in bf16 from what has not been rounded
             pre, pre8, b8 = read_factors(pre_at + step * n, wide), *[cute.make_rmem_tensor((8,), wide) for _ in range(2)]
             for e in cutlass.range_constexpr(8):
                 pre8[e], b8[e] = pre[e % 2 + 2 * (e // 4)], b[e // 2 % 2].to(wide)
@@ -400,6 +399,16 @@ def first_pass(
             store_matrix(out, (k_at ^ 32 * n) + TILE_BYTES)
     hand_over(x, diagonal_a)
     return diagonal_a, diagonal_p
+
+
+@cute.jit
+def norms_of_rows(x: cutlass.Constexpr):
+    """Inverse norms of k and of q, of rows r and r + 8."""
+    inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
+    for i in cutlass.range_constexpr(2):
+        row = 16 * x.block_row + x.r + 8 * i
+        inv_k[i], inv_q[i] = x.smem.norms[row, KEYS], x.smem.norms[row, QUERIES]
+    return inv_k, inv_q
 
 
 @cute.jit

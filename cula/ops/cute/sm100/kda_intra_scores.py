@@ -27,13 +27,14 @@ import cutlass.cute as cute
 
 from cula.ops.cute.common.fragments import flat, lane_address, read_factors, store_matrix
 from cula.ops.cute.common.kda_intra_steps import Chunk, address, diagonal_of
-from cula.ops.cute.common.tiles import F32, K_MAJOR, tile_layout
+from cula.ops.cute.common.tiles import F32, I32, K_MAJOR, tile_layout
 
 from .tmem import LANE, accumulator, issue, load_fragment, loaded, operand_a, pointer_at, store_fragment, umma, umma_of_few_rows
 
 COLUMNS = 256  # that are allocated: two blocks share an SM
 KEY_ROWS = 96  # six blocks of keys
 HALF_OF_KEYS = KEY_ROWS * 128  # bytes: half of the channels
+BLOCK_BYTES = 16 * 128  # of these, a block's
 
 
 class Column(enum.IntEnum):
@@ -48,9 +49,7 @@ def key_tile(dtype: Any) -> Any:
     return tile_layout(KEY_ROWS, 128, dtype=dtype)
 
 
-def block_of(i: Any, d: int) -> Any:
-    """Which of the blocks of keys is that of scores (i, i - d)."""
-    return (i * (i - 1) >> 1) + (d - 1)
+FIRST_BLOCK = (0, 3, 5)  # of the scores (J + d, J), J = 0 .. 3 - d, for d = 1, 2, 3: which of the blocks of keys
 
 
 class Scores(NamedTuple):
@@ -59,7 +58,7 @@ class Scores(NamedTuple):
     start: Any  # of our columns
     rows: Any  # the same, with the first lane of our block of rows
     rows_at: Any  # and the column of our half of the channels
-    keys_at: Any  # where our keys go, each with the decays between
+    keys_at: Any  # where our keys for the block below go; others come `FIRST_BLOCK` blocks later
 
     def leave_rows(self, x16: Any, side: int, channel: int) -> None:
         """k e^L or q e^L of our rows from a channel of our half on, to tensor memory; to be waited for by `stored`."""
@@ -72,25 +71,25 @@ class Scores(NamedTuple):
 
 def scores_of(x: Chunk, start: Any) -> Scores:
     rows = start + 32 * LANE * x.block_row
-    keys_at = [lane_address(x.smem.keys, block_of(x.block_row + d, d), x.lane) + HALF_OF_KEYS * x.side for d in (1, 2, 3)]
+    keys_at = lane_address(x.smem.keys, x.block_row, x.lane) + HALF_OF_KEYS * x.side
     return Scores(start, rows, rows + 32 * x.side, keys_at)
 
 
 @cute.jit
-def leave_keys(x: cutlass.Constexpr, keys_at: cutlass.Constexpr, key8: cute.Tensor, n: cutlass.Constexpr):
+def leave_keys(x: cutlass.Constexpr, keys_at: I32, key8: cute.Tensor, n: cutlass.Constexpr):
     """Keys for the rows below, in the tile: those of the block below as they are, others with what decays between."""
-    smem, dtype = x.smem, key8.element_type
+    smem, dtype, at = x.smem, key8.element_type, keys_at ^ 32 * n
+    between_at = x.pairs_of(smem.between) + 2 * 16 * n
     if x.block_row < 3:
-        store_matrix(key8, keys_at[0] ^ 32 * n)
-    between_at = x.pairs_of(smem.between)
+        store_matrix(key8, at)
     if x.block_row < 2:  # the table begins with blocks (2, 0) and (3, 1)
-        leave_decayed(smem, key8, between_at + 2 * 16 * n, keys_at[1] ^ 32 * n, dtype)
+        leave_decayed(smem, key8, between_at, at + BLOCK_BYTES * FIRST_BLOCK[1], dtype)
     if x.block_row == 0:  # and ends with (3, 0)
-        leave_decayed(smem, key8, between_at + 2 * 256 + 2 * 16 * n, keys_at[2] ^ 32 * n, dtype)
+        leave_decayed(smem, key8, between_at + 2 * 256, at + BLOCK_BYTES * FIRST_BLOCK[2], dtype)
 
 
 @cute.jit
-def leave_decayed(smem: cutlass.Constexpr, key8: cute.Tensor, decay_at: cutlass.Int32, to: cutlass.Int32, dtype: cutlass.Constexpr):
+def leave_decayed(smem: cutlass.Constexpr, key8: cute.Tensor, decay_at: I32, to: I32, dtype: cutlass.Constexpr):
     wide = smem.after.element_type
     decay, decay8, out = read_factors(decay_at, dtype), *[cute.make_rmem_tensor((8,), dtype) for _ in range(2)]
     for e in cutlass.range_constexpr(8):
@@ -132,8 +131,8 @@ def read_squares(x: cutlass.Constexpr):
 def read_scores(x: cutlass.Constexpr):
     """Blocks d = 1, 2, 3 below the diagonal of our rows, as `second_pass` returns them; those that do not exist are others'."""
     scores = cute.make_rmem_tensor(((2, 2), 1, 2, 3), F32)
-    at = x.scores.rows + (16 * LANE * x.side + Column.SCORES + 16 * block_of(x.block_row, 1))
+    at = x.scores.rows + (16 * LANE * x.side + Column.SCORES + 16 * x.block_row)
     for d in cutlass.range_constexpr(1, 4):
-        load_fragment(at + 16 * (d - 1), flat(scores, 8 * (d - 1), 8))
+        load_fragment(at + 16 * (FIRST_BLOCK[d - 1] - d), flat(scores, 8 * (d - 1), 8))
     loaded()
     return scores
