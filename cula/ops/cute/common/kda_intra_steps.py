@@ -24,7 +24,7 @@ from cula.ops.cute.common.fragments import (
     store_rows,
     widen,
 )
-from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, softplus_unit
+from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, multiply, softplus_unit
 from cula.ops.cute.common.inverse import below, inverse_columns
 from cula.ops.cute.common.kda_intra_smem import SmemLayout
 from cula.ops.cute.common.kda_variant import KdaVariant
@@ -72,6 +72,7 @@ class Chunk(NamedTuple):
     # Who takes the operands of blocks below the diagonal, where those are not `second_pass`'s: an object with `leave_rows` and
     # `leave_keys`, which the first pass calls. Then kb and qg are made in that pass, whatever their type is.
     scores: Any = None
+    has_pairs: bool = False  # there are instructions for two float32 at once
 
     def anew(self, thread: Any) -> Chunk:
         """The same by the thread's number: else the compiler keeps what it has made of the lane's through all that is between."""
@@ -199,7 +200,8 @@ def sum_channels(
     else:
         raw8 = flat(raw, 8 * n, 8)
     decays = cute.make_rmem_tensor((8,), F16)
-    gates_of_channels(raw8, decays, slope, bias, unit, variant.gate, STEEPEST if cutlass.const_expr(variant.is_steep) else None)
+    fastest = STEEPEST if cutlass.const_expr(variant.is_steep) else None
+    gates_of_channels(raw8, decays, slope, bias, unit, variant.gate, fastest, x.has_pairs)
     for j in cutlass.range_constexpr(2):
         prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
         prefix.fill(0.0)
@@ -351,10 +353,10 @@ def first_pass(
         # keys first: what queries need of them is `right` alone, and registers are few
         k, left_k, down, right = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         widen(raw_k, k)
-        for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
-            k[e] = k[e] * inv_k[e // 2 % 2]
-        for e in cutlass.range_constexpr(8):
-            down[e] = k[e] * rest[e]
+        multiply(k, inv_k, lambda e: e // 2 % 2, x.has_pairs)  # e = ci + 2 ri + 4 hi
+        down.store(k.load())
+        multiply(down, rest, lambda e: e, x.has_pairs)
+        for e in cutlass.range_constexpr(8):  # not in pairs: operands of tf32 have their registers in another order
             left_k[e] = k[e] * since[e]
         kl8, key8, out, post8 = [cute.make_rmem_tensor((8,), t) for t in (dtype, dtype, dtype, wide)]
         for e in cutlass.range_constexpr(8):
@@ -374,13 +376,12 @@ def first_pass(
             right.store(k.load())
             add_block(mma_tf32, diagonal_a, k, right)
         else:
-            for e in cutlass.range_constexpr(8):
-                right[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+            right.store(down.load())
+            multiply(right, back, lambda e: e % 2 + 2 * (e // 4), x.has_pairs)
             add_block(mma_tf32, diagonal_a, left_k, right)
         q, left_q, ql8 = [cute.make_rmem_tensor((8,), t) for t in (F32, F32, dtype)]
         widen(raw_q, q)
-        for e in cutlass.range_constexpr(8):
-            q[e] = q[e] * inv_q[e // 2 % 2]
+        multiply(q, inv_q, lambda e: e // 2 % 2, x.has_pairs)
         for e in cutlass.range_constexpr(8):
             left_q[e] = q[e] * since[e]
         ql8.store(left_q.load().to(dtype))

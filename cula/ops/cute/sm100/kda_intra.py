@@ -210,7 +210,7 @@ def intra_chunk(
     smem, done = storage.smem, storage.done
     tmem = set_up(storage, wid)
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
-    x = x._replace(scores=scores_of(x, tmem))
+    x = x._replace(scores=scores_of(x, tmem), has_pairs=True)
 
     loads = load(x, tma, place, tid, wid)
     raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
