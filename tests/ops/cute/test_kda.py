@@ -371,7 +371,7 @@ of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", 
 
 
 def of_each_with(cases: list[Case], is_quick: Callable[[Case], bool]):
-    """On Blackwell, cases that take further variants are slow: gates are the intra-chunk kernel's business, which is Hopper's."""
+    """On Blackwell, cases that take further variants are slow: gates are the business of steps that are Hopper's, too."""
     hopper = [pytest.param(case, HOPPER_SM, id=f"{case}-sm90") for case in cases]
     slow = lambda case: [] if is_quick(case) else [pytest.mark.slow]
     return pytest.mark.parametrize(

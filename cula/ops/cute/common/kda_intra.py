@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA, the intra-chunk kernel: everything in a chunk of 64 tokens that does not depend on the state. It is made of TMA and
-mma.sync, so every architecture from Hopper on compiles it.
+mma.sync. This is Hopper's; Blackwell has most of its steps in a kernel of its own (`sm100/kda_intra.py`).
 
 For one chunk and value head, with log2 decays summed from the chunk's start (G_t; G_C over all of it), unit keys and queries k, q
 (the scale inside q), and write strengths b:

@@ -65,6 +65,4 @@ def launch_recurrence(
 
 
 def variants() -> Iterator[Variant]:
-    return variants_for(
-        BLACKWELL, intra_kernel, launch_recurrence, uses=("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix")
-    )
+    return variants_for(BLACKWELL, intra_kernel, launch_recurrence, uses=("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix"))

@@ -4,27 +4,28 @@ that tcgen05 can take moved there (`kda_intra_scores.py`).
 
 Never run on a GPU: compiled, and its PTX run on a CPU (docs/kda-blackwell.md).
 
-| step                                                                   | by                                | waits for          |
-|------------------------------------------------------------------------|-----------------------------------|--------------------|
-| `sum_gates`: decays, their sums over blocks                            | half of the channels              | g                  |
-| squares of k and q                                                     | tcgen05                           | k, q               |
-| `write_strengths`; `leave_norms`                                       | k or q                            | the squares        |
-| `factors`: decays from block to block                                  | a thread a channel                | all warps          |
-| the first pass: operands of the scores, kb, qg, kr, diagonal blocks    | half of the channels              | all warps          |
-| scores below the diagonal; then squares of kr and kb                   | tcgen05                           | all warps          |
-| `join_halves`; inverses of A's diagonal blocks                         | the last block of rows            | diagonal blocks    |
-| `place_a`, sizes of kr and kb                                          | A and kr, or kb                   | tcgen05            |
-| `invert`, `place_t`, `bound_by_pairs`; `place_p`                       | T, or P                           | all warps          |
+| step                                                                | by                     | waits for       |
+|---------------------------------------------------------------------|------------------------|-----------------|
+| `sum_gates`: decays, their sums over blocks                         | half of the channels   | g               |
+| squares of k and q                                                  | tcgen05                | k, q            |
+| `write_strengths`; `leave_norms`                                    | k or q                 | the squares     |
+| `factors`: decays from block to block                               | a thread a channel     | all warps       |
+| the first pass: operands of the scores, kb, qg, kr, diagonal blocks | half of the channels   | all warps       |
+| scores below the diagonal; then squares of kr and kb                | tcgen05                | all warps       |
+| `join_halves`; inverses of A's diagonal blocks                      | the last block of rows | diagonal blocks |
+| `place_a`; sizes of kr and kb                                       | A and kr, or kb        | tcgen05         |
+| `invert`, `place_t`, `bound_by_pairs`; `place_p`                    | T, or P                | all warps       |
 
-k e^L and q e^L are in tensor memory alone. So the places of k and q take kb and qg in the first pass, and all tiles leave behind it.
+k e^L and q e^L are in tensor memory alone. So the places of k and q take kb and qg in the first pass, and all tiles leave behind
+it. Products of float32 are in pairs where their registers are neighbours on both sides.
 
-| shared memory                               | bytes |
-|---------------------------------------------|-------|
-| q, k, g; then qg, kb, kr in their places    | 48 K  |
-| keys, six blocks of 16 (`Scores`); then A below the diagonal, and T on its way out | 24 K |
-| A on the diagonal; then T there             | 5 K   |
-| sums and factors a block and channel; then P on its way out | 8 K, 9 K in bf16 |
-| bias, norms, sizes of kb and kr, beta       | 2 K   |
+| shared memory                                                                      | bytes            |
+|------------------------------------------------------------------------------------|------------------|
+| q, k, g; then qg, kb, kr in their places                                           | 48 K             |
+| keys, six blocks of 16 (`Scores`); then A below the diagonal, and T on its way out | 24 K             |
+| A on the diagonal; then T there                                                    | 5 K              |
+| sums and factors a block and channel; then P on its way out                        | 8 K, 9 K in bf16 |
+| bias, norms, sizes of kb and kr, beta                                              | 2 K              |
 
 Two blocks share an SM, which has registers for no more.
 """
@@ -156,7 +157,7 @@ def set_up(storage: cutlass.Constexpr, wid: I32):
 
 
 @cute.jit
-def load(x: cutlass.Constexpr, tma: cutlass.Constexpr, place: cutlass.Constexpr, thread: I32, wid: I32):
+def load(x: cutlass.Constexpr, tma: cutlass.Constexpr, place: cutlass.Constexpr, wid: I32):
     """g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once."""
     smem, has_gate_tile = x.smem, x.variant.has_gate_tile
     loads = [(tma.k, smem.k, place.h, Full.KQ), (tma.q, smem.q, place.h, Full.KQ)]
@@ -212,7 +213,7 @@ def intra_chunk(
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
     x = x._replace(scores=scores_of(x, tmem), has_pairs=True)
 
-    loads = load(x, tma, place, tid, wid)
+    loads = load(x, tma, place, wid)
     raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
     until, after = sums_of(variant, r, c)
     finish_loads(x, loads, place, tid, wid)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on Blackwell, products of the intra-chunk kernel by tcgen05: scores below the diagonal, and the squares of rows.
 
-**Scores.** Block (I, J), I > J, of 16x16 scores is k e^L and q e^L of rows I against k e^{L_16 - L} of rows J, times the decays of
-the blocks between. The left operand is the same for every J, and is in tensor memory, where a warp puts its registers as they are:
-the rows of block I are lanes 32 I .. 32 I + 15 for k, and the 16 lanes behind them for q. The right operand is a tile of six blocks
-of 16 keys in shared memory, one for each (I, J), with the decays between multiplied in. One product of M = 128 and N = 96 makes all
-of them, and more that nobody reads; a warp reads its own, again as fragments of mma.sync.
+**Scores.** Block (I, J), I > J, of 16x16 scores is k e^L and q e^L of rows I against k e^{L_16 - L} of rows J, times the decays
+of the blocks between: nothing exceeds 1, whatever the gate is. The left operand is the same for every J. It is in tensor memory,
+where a warp puts its registers as they are: rows of block I are lanes 32 I .. 32 I + 15 for k, and the 16 lanes behind them for
+q. The right operand is a tile in shared memory of six blocks of 16 keys, one for each (I, J), with the decays between multiplied
+in. One product of M = 128 and N = 96 makes all of them, and more that nobody reads; a warp reads its own, again as fragments of
+mma.sync.
 
 **Squares** of rows are the diagonal of x x^T, M = N = 64, of tiles as they lie: of k and q for their norms, of kr and kb for the
 bound of `common/kda_intra_bound.py`. Two of them share columns, one in the lower and one in the upper half of every 32 lanes.
@@ -26,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.fragments import flat, lane_address, read_factors, store_matrix
-from cula.ops.cute.common.kda_intra_steps import Chunk, address, diagonal_of
+from cula.ops.cute.common.kda_intra_steps import Chunk, diagonal_of
 from cula.ops.cute.common.tiles import F32, I32, K_MAJOR, tile_layout
 
 from .tmem import LANE, accumulator, issue, load_fragment, loaded, operand_a, pointer_at, store_fragment, umma, umma_of_few_rows
