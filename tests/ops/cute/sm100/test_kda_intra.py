@@ -25,6 +25,17 @@ def intra():
     return re.split(r"(?=\.entry\b)", ptx.compiled(NAME, "sm_100a").ptx)[1]
 
 
+def test_two_blocks_share_an_sm(intra):
+    """Its registers, its shared memory, of which a block costs 1 KB more than it asks for, and its tensor memory."""
+    (facts,) = ptx.compile_all("sm_100a", names=[NAME])
+    constants = [int(n) for n in re.findall(r"constant\((\d+) : i64\)", ptx.compiled(NAME, "sm_100a").host)]
+    (asked_for,) = [n for n in constants if 80_000 < n < 120_000]  # the recurrence asks for more
+    (columns,) = re.findall(r"mov\.b32 \t%r\d+, (\d+);\n\ttcgen05\.alloc", intra)
+    assert 2 * 256 * -(-facts.kernels[0].registers // 8) * 8 <= 65536
+    assert 2 * (-(-asked_for // 128) * 128 + 1024) <= 228 * 1024
+    assert 2 * int(columns) <= 512
+
+
 def results(monkeypatch):
     """o, the last states, and the bounds of chunks that there are."""
     p, x = make(CASE, "cpu", BLACKWELL_SM)
