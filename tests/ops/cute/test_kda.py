@@ -388,7 +388,7 @@ def of_each_with(cases: list[Case]):
 
 def parameters(cases: list[Case], sm: tuple[int, int]) -> list:
     """Those that take another kernel than the few that the quick tests compile are slow. On Blackwell these are fewer: gates are
-    the intra-chunk kernel's business, which is Hopper's."""
+    the business of steps that are Hopper's, too."""
     quick, name = ((*HOPPER_KDA, *HOPPER_FUSED_KDA), "sm90") if sm == HOPPER_SM else (BLACKWELL_KDA, "sm100")
     slow = lambda case: [] if case.kernel in quick else [pytest.mark.slow]
     return [pytest.param(case, sm, id=f"{case}-{name}", marks=slow(case)) for case in cases]

@@ -14,6 +14,7 @@ others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -96,8 +97,34 @@ def softplus_unit(A_log: Any) -> Any:
     return -cute.math.exp2(to_log2(A_log))
 
 
+def multiply(x: Any, factors: Any, which: Callable[[int], int], has_pairs: bool) -> None:
+    """x[e] <- x[e] factors[which(e)]; in pairs, where there is an instruction for them."""
+    n = cute.size(x)
+    if has_pairs:
+        y = cute.make_rmem_tensor((n,), F32)
+        for e in range(n):
+            y[e] = factors[which(e)]
+        x.store(x.load() * y.load())
+    else:
+        for e in range(n):
+            x[e] = x[e] * factors[which(e)]
+
+
+def multiply_add(x: Any, factor: Callable[[int], Any], plus: Callable[[int], Any], has_pairs: bool) -> None:
+    """x[e] <- x[e] factor(e) + plus(e); in pairs, where there is an instruction for them."""
+    n = cute.size(x)
+    if has_pairs:
+        y, z = cute.make_rmem_tensor((n,), F32), cute.make_rmem_tensor((n,), F32)
+        for e in range(n):
+            y[e], z[e] = factor(e), plus(e)
+        x.store(x.load() * y.load() + z.load())
+    else:
+        for e in range(n):
+            x[e] = x[e] * factor(e) + plus(e)
+
+
 @cute.jit
-def softplus2(y: cute.Tensor):
+def softplus2(y: cute.Tensor, has_pairs: cutlass.Constexpr = False):
     """y <- log2(1 + 2^y) = max(y, 0) + log2(1 + e), e = 2^-|y|; the latter is e times a polynomial in e, to 6e-5 of itself
     however small e is, where log2 of the rounded 1 + e would lose what slow gates are made of."""
     n = cute.size(y)
@@ -106,10 +133,13 @@ def softplus2(y: cute.Tensor):
         e[i] = exp2(-cute.math.absf(y[i]))
     p.fill(LOG2_ONE_PLUS[-1])
     for coefficient in LOG2_ONE_PLUS[-2::-1]:
+        multiply_add(p, lambda i: e[i], lambda i, c=coefficient: F32(c), has_pairs)
+    if cutlass.const_expr(has_pairs):
+        multiply_add(p, lambda i: e[i], lambda i: cute.arch.fmax(y[i], F32(0.0)), has_pairs)
+        y.store(p.load())
+    else:
         for i in cutlass.range_constexpr(n):
-            p[i] = p[i] * e[i] + F32(coefficient)
-    for i in cutlass.range_constexpr(n):
-        y[i] = p[i] * e[i] + cute.arch.fmax(y[i], F32(0.0))
+            y[i] = p[i] * e[i] + cute.arch.fmax(y[i], F32(0.0))
 
 
 @cute.jit
@@ -121,11 +151,12 @@ def gates_of_channels(
     unit: cute.Tensor,
     gate: cutlass.Constexpr,
     fastest: cutlass.Constexpr = None,
+    has_pairs: cutlass.Constexpr = False,
 ):
     """out <- g2, as fp16, of four tokens of each channel that `bias` has.
 
     `unit` is that of each token: `bounded_unit`, `softplus_unit`, or log2(e) for log gates. Decays faster than `fastest` are
-    taken for it; NaN stays NaN.
+    taken for it; NaN stays NaN. `has_pairs`: there are instructions for two numbers at once.
     """
     n = 4 * len(bias)
     x = cute.make_rmem_tensor((n,), F32)
@@ -135,20 +166,17 @@ def gates_of_channels(
         for e in cutlass.range_constexpr(n):
             x[e] = raw[e]
     if cutlass.const_expr(gate in ("gate", "softplus")):
-        for e in cutlass.range_constexpr(n):
-            x[e] = slope * x[e] + bias[e // 4]
+        multiply_add(x, lambda e: slope, lambda e: bias[e // 4], has_pairs)
     if cutlass.const_expr(gate == "gate"):
         for e in cutlass.range_constexpr(n):
             x[e] = exp2(x[e])
-        for e in cutlass.range_constexpr(n):
-            x[e] = x[e] * unit[e % 4] + unit[e % 4]
+        multiply_add(x, lambda e: unit[e % 4], lambda e: unit[e % 4], has_pairs)
         for e in cutlass.range_constexpr(n):
             x[e] = cute.arch.rcp_approx(x[e])
     else:
         if cutlass.const_expr(gate == "softplus"):
-            softplus2(x)
-        for e in cutlass.range_constexpr(n):
-            x[e] = x[e] * unit[e % 4]
+            softplus2(x, has_pairs)
+        multiply(x, unit, lambda e: e % 4, has_pairs)
     if cutlass.const_expr(fastest is not None):
         for e in cutlass.range_constexpr(n):
             x[e] = cute.arch.fmax(x[e], F32(fastest), nan=True)

@@ -24,7 +24,6 @@ from cula.ops.cute.common.kda_intra import (
     IntraResults,
     IntraScalars,
     IntraTma,
-    intra_kernel,
 )
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant, split_variants
@@ -84,6 +83,7 @@ class Sizes(NamedTuple):
 class Target(NamedTuple):
     """What an architecture does its own way."""
 
+    intra_kernel: Any  # that of `kda_intra.py`, or one with its arguments
     launch_recurrence: Any  # (Work, Tokens, Sizes, dtype, stream)
     arch: Arch
 
@@ -239,7 +239,7 @@ def split_host(
         g=tma_load(by_head(x.gate), lt, (64, 128)),
         tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=dtype), (64, 128)),
     )
-    intra_kernel(
+    target.intra_kernel(
         tma,
         x.gates,
         IntraResults(work.T, work.P, work.vec, work.done),
@@ -275,8 +275,8 @@ def split_host(
     )
 
 
-def variants_for(arch: Arch, launch_recurrence: Any, uses: tuple[str, ...]) -> Iterator[Variant]:
+def variants_for(arch: Arch, intra_kernel: Any, launch_recurrence: Any, uses: tuple[str, ...]) -> Iterator[Variant]:
     """What is compiled for an architecture, whose code must hold these instructions."""
-    target = Target(launch_recurrence, arch)
+    target = Target(intra_kernel, launch_recurrence, arch)
     for variant in split_variants():
         yield Variant(variant.name, split_host, fake_arguments(kda_abi.SPLIT, split_host, variant, target), uses=uses)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA, the intra-chunk kernel: everything in a chunk of 64 tokens that does not depend on the state. It is made of TMA and
-mma.sync, so every architecture from Hopper on compiles it.
+mma.sync. This is Hopper's; Blackwell has most of its steps in a kernel of its own (`sm100/kda_intra.py`).
 
 For one chunk and value head, with log2 decays summed from the chunk's start (G_t; G_C over all of it), unit keys and queries k, q
 (the scale inside q), and write strengths b:
@@ -165,19 +165,9 @@ def intra_kernel(
     that is zero."""
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
-    hv, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, mCu, length, halvings)
-        chunk = number - first
-    segment = number * results.mVec.shape[1] + hv
-    if segment < cute.size(results.mDone) and cute.arch.thread_idx()[0] == 0:
-        results.mDone[segment] = I32(0)  # for the recurrence, which counts
-    start = chunk * 64
+    hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)
     if start < tokens:
-        h = hv if group == 1 else hv // group
-        place = Place(hv, h, number, begin + start, tokens - start)
+        place = Place(hv, head_of(hv, group), number, begin + start, tokens - start)
         intra_chunk(tma, gates, results, scalars, mmas, lt, variant, has_whole_squares, place)
 
 
@@ -189,6 +179,27 @@ class Place(NamedTuple):
     number: Any  # of the chunk
     t0: Any  # first token
     left: Any  # tokens from there to the sequence's end; more than 64 are later chunks'
+
+
+@cute.jit
+def chunk_of_block(results: cutlass.Constexpr, mCu: cute.Tensor, length: I32, halvings: I32):
+    """(Value head, number of the chunk, first token of the sequence, first token of the chunk in it, tokens of the sequence)."""
+    hv, chunk, seq = cute.arch.block_idx()
+    _, spans, _ = cute.arch.grid_dim()
+    number, begin, tokens = seq * spans + chunk, seq * length, length
+    if length == 0:  # packed: the grid has one row of numbers for all sequences
+        _, first, begin, tokens = find_sequence(number, 64, mCu, length, halvings)
+        chunk = number - first
+    segment = number * results.mVec.shape[1] + hv
+    if segment < cute.size(results.mDone) and cute.arch.thread_idx()[0] == 0:
+        results.mDone[segment] = I32(0)  # for the recurrence, which counts
+    return hv, number, begin, chunk * 64, tokens
+
+
+@cute.jit
+def head_of(hv: I32, group: I32):
+    """Of q and k."""
+    return hv if group == 1 else hv // group
 
 
 def load_tiles(loads: Any, t0: Any, full: Any) -> None:

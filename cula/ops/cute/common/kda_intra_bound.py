@@ -28,8 +28,13 @@ from cula.ops.cute.kda_abi import BOUND, LARGEST
 @cute.jit
 def leave_sizes(x: cutlass.Constexpr, tile: cute.Tensor, block_row: I32, which: cutlass.Constexpr):
     """|kr_t| or |kb_i| of a block of rows, to shared memory."""
+    leave_roots(x, squares_at(x, lane_address(tile, block_row, x.lane), x.variant.dtype), block_row, which)
+
+
+@cute.jit
+def leave_roots(x: cutlass.Constexpr, squares: cute.Tensor, block_row: I32, which: cutlass.Constexpr):
+    """The same from their squares."""
     smem = x.smem
-    squares = squares_at(x, lane_address(tile, block_row, x.lane), x.variant.dtype)
     if x.c == 0:
         for i in cutlass.range_constexpr(2):
             smem.sizes[16 * block_row + x.r + 8 * i, which] = cute.math.sqrt(squares[i], fastmath=True)

@@ -43,7 +43,7 @@ class SmemLayout(NamedTuple):
     between: Any  # [3, 128], decays of the blocks between two
     halves: Any  # [4, 2, lane, block]: half of P's diagonal blocks, where the first pass alone has tables
     out: Any  # P, then T, on their way out, in the place of all tables
-    keys: Any  # [8 values, lane, 16-channel step, block]: keys as B operands
+    keys: Any  # [8 values, lane, 16-channel step, block]: keys as B operands of a warp; or a tile of all of them
     below: Any  # A by blocks below the diagonal, in the place of `keys`
     diagonal: Any  # A's blocks on it; then their inverses
     T: Any  # in the place of `keys` too, where results stay
@@ -75,8 +75,9 @@ class Arena:
         return cute.recast_ptr(self.allocate(n * dtype.width // 8, 8), dtype=dtype)
 
 
-def smem_layout(smem: Any, lt: Any, variant: KdaVariant, stays: bool = False) -> SmemLayout:
-    """Allocate the arrays.
+def smem_layout(smem: Any, lt: Any, variant: KdaVariant, stays: bool = False, of_keys: Any = None) -> SmemLayout:
+    """Allocate the arrays. `of_keys` is the layout of a tile of keys, where those are not operands of one warp; then there are no
+    places for k e^L and q e^L.
 
     Where results stay (`stays`), all that the recurrence reads comes first: kb, qg, kr, P, e^{G_C}, b and T, in this order and
     without gaps.
@@ -94,7 +95,7 @@ def smem_layout(smem: Any, lt: Any, variant: KdaVariant, stays: bool = False) ->
         k, q, to_q, kb_qg = kq[None, None, 0], kq[None, None, 1], TILE_BYTES, tile_at(kq, pair, dtype)
         kr = allocate_tile(smem, lt, dtype)
         g = tile_at(kr, lt, BF16) if variant.has_gate_tile else None
-        kl_ql, steps = kb_qg if is_f16 else allocate_tile(smem, pair, dtype), kr
+        kl_ql, steps = kb_qg if is_f16 else (allocate_tile(smem, pair, dtype) if of_keys is None else None), kr
     tables = smem.allocate(8 * 1024 if is_f16 else 9 * 1024, 1024)
 
     def table(at: int, t: Any, rows: int = 4) -> Any:
@@ -106,8 +107,11 @@ def smem_layout(smem: Any, lt: Any, variant: KdaVariant, stays: bool = False) ->
         return smem.allocate_tensor(F32, cute.make_layout(shape), byte_alignment=16)
 
     decays, beta = (vector(128), vector(128)) if stays else (None, None)
-    of_keys = cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048))
-    keys = smem.allocate_tensor(dtype, of_keys, byte_alignment=1024 if stays else 16)
+    if of_keys is None:
+        by_lane = cute.make_layout((8, 32, 8, 3), stride=(1, 8, 256, 2048))
+        keys = smem.allocate_tensor(dtype, by_lane, byte_alignment=1024 if stays else 16)
+    else:
+        keys = allocate_tile(smem, of_keys, dtype)
     diagonal = smem.allocate_tensor(F32, blocks(4), byte_alignment=16)
     bias, norms, sizes, beta = vector(128), vector(64, 2), vector(64, 2), beta or vector(64)
     bound, full = vector(4), smem.allocate_array(cutlass.Int64, len(Full))

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.fragments import corner, flat, load_matrix, read_pair, store_columns, widen
-from cula.ops.cute.common.gate import exp2
+from cula.ops.cute.common.gate import exp2, multiply
 from cula.ops.cute.common.kda_intra_steps import KEYS, QUERIES, Chunk, add_eight, address, first_pass, hand_over, leave_keys
 from cula.ops.cute.common.tiles import BF16, F16, F32, TF32
 from cula.ops.cute.kda_abi import TILE_BYTES
@@ -76,6 +76,9 @@ def first_pass_steep(x: cutlass.Constexpr, ends: cute.Tensor, middles: cute.Tens
     post_at, pre_at = x.pairs_of(smem.after), x.pairs_of(smem.before)
     key_at = address(smem.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
     step = 16 * wide.width // 8
+    to = x.scores
+    makes_all = not is_f16 or to is not None  # kb and qg too
+    leave_rows, leave_b = (None, None) if cutlass.const_expr(to is None) else (to.leave_rows, to.leave_keys)
     for n in cutlass.range(4, unroll=1):  # sixteen channels at a time; unrolled they take more registers than there are
         decays = load_matrix((k_at ^ 32 * n) + from_k(smem.steps), F16, True)
         raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, smem.to_q)]
@@ -86,36 +89,58 @@ def first_pass_steep(x: cutlass.Constexpr, ends: cute.Tensor, middles: cute.Tens
         key8 = cute.make_rmem_tensor((8,), dtype)
         for j in cutlass.range_constexpr(2):
             of = exponentials(decays, j, ends, middles)
-            post, pre = [read_pair(at + step * n + j * step // 2, wide) for at in (post_at, post_at if is_f16 else pre_at)]
-            k, q, left, out, post4 = [cute.make_rmem_tensor((4,), t) for t in (F32, F32, F32, F32, wide)]
+            post, pre = [read_pair(at + step * n + j * step // 2, wide) for at in (post_at, pre_at if makes_all else post_at)]
+            k, q, left, out = [cute.make_rmem_tensor((4,), F32) for _ in range(4)]
+            post4, pre4, b4, rounded = [cute.make_rmem_tensor((4,), t) for t in (wide, wide, wide, dtype)]
             at = (k_at ^ 32 * n) ^ 16 * j  # what is done is stored: registers are few
             widen(flat(raw_k, 4 * j, 4), k)
-            for e in cutlass.range_constexpr(4):  # e = ci + 2 ri
-                k[e] = k[e] * inv_k[e // 2]
-            for e in cutlass.range_constexpr(4):
-                out[e], left[e], post4[e] = k[e] * of.rest[e], k[e] * of.since[e], post[e % 2]
+            multiply(k, inv_k, lambda e: e // 2, x.has_pairs)  # e = ci + 2 ri
+            if cutlass.const_expr(x.has_pairs):
+                for t, factor in ((out, of.rest), (left, of.since)):
+                    t.store(k.load() * factor.load())
+                for e in cutlass.range_constexpr(4):
+                    post4[e] = post[e % 2]
+            else:
+                for e in cutlass.range_constexpr(4):
+                    out[e], left[e], post4[e] = k[e] * of.rest[e], k[e] * of.since[e], post[e % 2]
             flat(key8, 4 * j, 4).store(out.load().to(dtype))
             kept = flat(key8, 4 * j, 4) if cutlass.const_expr(is_f16) else out
             store_columns((kept.load() * post4.load()).to(dtype), at + from_k(smem.kr), dtype)
-            store_columns(left.load().to(dtype), at + from_k(smem.kl_ql), dtype)
-            if cutlass.const_expr(not is_f16):  # kb, and then qg, from what has not been rounded
+            if cutlass.const_expr(to is None):
+                store_columns(left.load().to(dtype), at + from_k(smem.kl_ql), dtype)
+            else:
+                rounded.store(left.load().to(dtype))
+                leave_rows(rounded, KEYS, 16 * n + 8 * j)
+            if cutlass.const_expr(makes_all and is_f16):  # kb, and then qg
+                for e in cutlass.range_constexpr(4):
+                    pre4[e], b4[e] = pre[e % 2], b[e // 2].to(wide)
+                store_columns(rounded.load() * pre4.load() * b4.load(), at, dtype)
+            elif cutlass.const_expr(makes_all):  # from what has not been rounded
                 for e in cutlass.range_constexpr(4):
                     out[e] = left[e] * pre[e % 2] * b[e // 2]
                 store_columns(out.load().to(dtype), at, dtype)
             widen(flat(raw_q, 4 * j, 4), q)
-            for e in cutlass.range_constexpr(4):
-                q[e] = q[e] * inv_q[e // 2]
-            for e in cutlass.range_constexpr(4):
-                left[e] = q[e] * of.since[e]
-            store_columns(left.load().to(dtype), at + from_k(smem.kl_ql) + TILE_BYTES, dtype)
-            if cutlass.const_expr(not is_f16):
+            multiply(q, inv_q, lambda e: e // 2, x.has_pairs)
+            left.store(of.since.load())
+            multiply(left, q, lambda e: e, x.has_pairs)
+            if cutlass.const_expr(to is None):
+                store_columns(left.load().to(dtype), at + from_k(smem.kl_ql) + TILE_BYTES, dtype)
+            else:
+                rounded.store(left.load().to(dtype))
+                leave_rows(rounded, QUERIES, 16 * n + 8 * j)
+            if cutlass.const_expr(makes_all and is_f16):
+                store_columns(rounded.load() * pre4.load(), at + TILE_BYTES, dtype)
+            elif cutlass.const_expr(makes_all):
                 for e in cutlass.range_constexpr(4):
                     out[e] = left[e] * pre[e % 2]
                 store_columns(out.load().to(dtype), at + TILE_BYTES, dtype)
             for ri, acc in ((0, early), (1, late)):
-                add_rows(x.mmas.tf32, acc, (k, q), of.ahead, (k, of.back), ri, ri)
-            add_rows(x.mmas.tf32, cross, (k, q), of.level, (k, of.level), 1, 0)
-        leave_keys(x, key8, key_at + 512 * n)
+                add_rows(x, acc, (k, q), of.ahead, (k, of.back), ri, ri)
+            add_rows(x, cross, (k, q), of.level, (k, of.level), 1, 0)
+        if cutlass.const_expr(to is None):
+            leave_keys(x, key8, key_at + 512 * n)
+        else:
+            leave_b(x, key8, n)
     diagonal_a, diagonal_p = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]
     for e in cutlass.range_constexpr(2):
         for t, i in ((diagonal_a, e), (diagonal_p, 2 + e)):
@@ -126,7 +151,7 @@ def first_pass_steep(x: cutlass.Constexpr, ends: cute.Tensor, middles: cute.Tens
 
 @cute.jit
 def add_rows(
-    mma: cute.TiledMma,
+    x: cutlass.Constexpr,
     acc: cute.Tensor,
     rows: cutlass.Constexpr,
     decay: cute.Tensor,
@@ -139,5 +164,8 @@ def add_rows(
     for ci in cutlass.range_constexpr(2):
         for i in cutlass.range_constexpr(2):
             a[i + 2 * ci] = rows[i][ci + 2 * ri] * decay[ci + 2 * ri]
-        y[ci] = columns[0][ci + 2 * rj] * columns[1][ci + 2 * rj]
-    cute.gemm(mma, corner(acc, 0), cute.recast_tensor(a, TF32), cute.recast_tensor(y, TF32), corner(acc, 0))
+        if cutlass.const_expr(not x.has_pairs):
+            y[ci] = columns[0][ci + 2 * rj] * columns[1][ci + 2 * rj]
+    if cutlass.const_expr(x.has_pairs):
+        flat(y, 0, 2).store(flat(columns[0], 2 * rj, 2).load() * flat(columns[1], 2 * rj, 2).load())
+    cute.gemm(x.mmas.tf32, corner(acc, 0), cute.recast_tensor(a, TF32), cute.recast_tensor(y, TF32), corner(acc, 0))

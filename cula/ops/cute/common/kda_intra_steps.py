@@ -24,7 +24,7 @@ from cula.ops.cute.common.fragments import (
     store_rows,
     widen,
 )
-from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, softplus_unit
+from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_channels, inverse_norm, multiply, softplus_unit
 from cula.ops.cute.common.inverse import below, inverse_columns
 from cula.ops.cute.common.kda_intra_smem import SmemLayout
 from cula.ops.cute.common.kda_variant import KdaVariant
@@ -69,6 +69,10 @@ class Chunk(NamedTuple):
     r: Any  # lane / 4
     c: Any  # lane % 4
     left: Any  # tokens
+    # Who takes the operands of blocks below the diagonal, where those are not `second_pass`'s: an object with `leave_rows` and
+    # `leave_keys`, which the first pass calls. Then kb and qg are made in that pass, whatever their type is.
+    scores: Any = None
+    has_pairs: bool = False  # there are instructions for two float32 at once
 
     def anew(self, thread: Any) -> Chunk:
         """The same by the thread's number: else the compiler keeps what it has made of the lane's through all that is between."""
@@ -196,7 +200,8 @@ def sum_channels(
     else:
         raw8 = flat(raw, 8 * n, 8)
     decays = cute.make_rmem_tensor((8,), F16)
-    gates_of_channels(raw8, decays, slope, bias, unit, variant.gate, STEEPEST if cutlass.const_expr(variant.is_steep) else None)
+    fastest = STEEPEST if cutlass.const_expr(variant.is_steep) else None
+    gates_of_channels(raw8, decays, slope, bias, unit, variant.gate, fastest, x.has_pairs)
     for j in cutlass.range_constexpr(2):
         prefix = cute.make_rmem_tensor(((2, 2), 1, 1), F32)
         prefix.fill(0.0)
@@ -257,6 +262,13 @@ def norms(x: cutlass.Constexpr, scale: F32):
     """(Squares, inverse norms) of rows r and r + 8 of our k or q; the scale is in the norms of q."""
     smem = x.smem
     size = squares_at(x, lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side, BF16)
+    return size, leave_norms(x, size, scale)
+
+
+@cute.jit
+def leave_norms(x: cutlass.Constexpr, size: cute.Tensor, scale: F32):
+    """Inverse norms from squares, to shared memory too."""
+    smem = x.smem
     inverse = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         inverse[i] = F32(1.0) if x.side == KEYS else scale
@@ -264,7 +276,7 @@ def norms(x: cutlass.Constexpr, scale: F32):
             inverse[i] = inverse[i] * inverse_norm(size[i])
         if x.c == 0:
             smem.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
-    return size, inverse
+    return inverse
 
 
 @cute.jit
@@ -313,16 +325,18 @@ def first_pass(
     back_at, post_at, pre_at = x.pairs_of(smem.inverses), x.pairs_of(smem.after), x.pairs_of(smem.before)
     key_at = address(smem.keys) + 16 * x.lane + 2048 * x.side + 4096 * x.block_row
     step = 16 * wide.width // 8
+    to = x.scores
+    makes_all = not is_f16 or to is not None  # kb and qg too
+    # A loop would take an object whose method it calls for something that it changes.
+    leave_rows, leave_b = (None, None) if cutlass.const_expr(to is None) else (to.leave_rows, to.leave_keys)
+    of_rows = None if cutlass.const_expr(to is None) else norms_of_rows(x)
     for n in cutlass.range(4, unroll=4 if cutlass.const_expr(smem.T is None) else 1):  # fused, registers are fewer
         decays = cute.make_rmem_tensor((8,), F16)
         if cutlass.const_expr(not is_scalar):
             decays = load_matrix((k_at ^ 32 * n) + from_k(smem.steps), F16, True)
         raw_k, raw_q = [load_matrix((k_at ^ 32 * n) + at, BF16) for at in (0, smem.to_q)]
         back, post = read_factors(back_at + 64 * n, F32), read_factors(post_at + step * n, wide)
-        inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]  # each time: registers are few
-        for i in cutlass.range_constexpr(2):
-            row = 16 * x.block_row + x.r + 8 * i
-            inv_k[i], inv_q[i] = smem.norms[row, KEYS], smem.norms[row, QUERIES]
+        inv_k, inv_q = norms_of_rows(x) if cutlass.const_expr(to is None) else of_rows  # each time where registers are few
         since, rest = [cute.make_rmem_tensor(((2, 2), 1, 2), F32) for _ in range(2)]  # L, L_16 - L
         if cutlass.const_expr(is_scalar):
             for e in cutlass.range_constexpr(8):  # all columns are alike
@@ -339,10 +353,10 @@ def first_pass(
         # keys first: what queries need of them is `right` alone, and registers are few
         k, left_k, down, right = [cute.make_rmem_tensor((8,), F32) for _ in range(4)]
         widen(raw_k, k)
-        for e in cutlass.range_constexpr(8):  # e = ci + 2 ri + 4 hi
-            k[e] = k[e] * inv_k[e // 2 % 2]
-        for e in cutlass.range_constexpr(8):
-            down[e] = k[e] * rest[e]
+        multiply(k, inv_k, lambda e: e // 2 % 2, x.has_pairs)  # e = ci + 2 ri + 4 hi
+        down.store(k.load())
+        multiply(down, rest, lambda e: e, x.has_pairs)
+        for e in cutlass.range_constexpr(8):  # not in pairs: operands of tf32 have their registers in another order
             left_k[e] = k[e] * since[e]
         kl8, key8, out, post8 = [cute.make_rmem_tensor((8,), t) for t in (dtype, dtype, dtype, wide)]
         for e in cutlass.range_constexpr(8):
@@ -350,35 +364,52 @@ def first_pass(
         kl8.store(left_k.load().to(dtype))
         key8.store(down.load().to(dtype))
         out.store(((key8 if cutlass.const_expr(is_f16) else down).load() * post8.load()).to(dtype))
-        store_matrix(kl8, (k_at ^ 32 * n) + from_k(smem.kl_ql))
+        if cutlass.const_expr(to is None):
+            store_matrix(kl8, (k_at ^ 32 * n) + from_k(smem.kl_ql))
         store_matrix(out, (k_at ^ 32 * n) + from_k(smem.kr))
-        leave_keys(x, key8, key_at + 512 * n)
+        if cutlass.const_expr(to is None):
+            leave_keys(x, key8, key_at + 512 * n)
+        else:
+            leave_rows(kl8, KEYS, 16 * n)
+            leave_b(x, key8, n)
         if cutlass.const_expr(is_scalar):  # operands of the diagonal blocks decay later, entry by entry
             right.store(k.load())
             add_block(mma_tf32, diagonal_a, k, right)
         else:
-            for e in cutlass.range_constexpr(8):
-                right[e] = down[e] * back[e % 2 + 2 * (e // 4)]
+            right.store(down.load())
+            multiply(right, back, lambda e: e % 2 + 2 * (e // 4), x.has_pairs)
             add_block(mma_tf32, diagonal_a, left_k, right)
         q, left_q, ql8 = [cute.make_rmem_tensor((8,), t) for t in (F32, F32, dtype)]
         widen(raw_q, q)
-        for e in cutlass.range_constexpr(8):
-            q[e] = q[e] * inv_q[e // 2 % 2]
+        multiply(q, inv_q, lambda e: e // 2 % 2, x.has_pairs)
         for e in cutlass.range_constexpr(8):
             left_q[e] = q[e] * since[e]
         ql8.store(left_q.load().to(dtype))
-        store_matrix(ql8, (k_at ^ 32 * n) + from_k(smem.kl_ql) + TILE_BYTES)
+        if cutlass.const_expr(to is None):
+            store_matrix(ql8, (k_at ^ 32 * n) + from_k(smem.kl_ql) + TILE_BYTES)
+        if cutlass.const_expr(to is not None):
+            leave_rows(ql8, QUERIES, 16 * n)
         add_block(mma_tf32, diagonal_p, q if cutlass.const_expr(is_scalar) else left_q, right)
-        if cutlass.const_expr(not is_f16):  # kb and qg, from what has not been rounded
+        if cutlass.const_expr(makes_all):  # kb and qg, in bf16 from what has not been rounded
             pre, pre8, b8 = read_factors(pre_at + step * n, wide), *[cute.make_rmem_tensor((8,), wide) for _ in range(2)]
             for e in cutlass.range_constexpr(8):
-                pre8[e], b8[e] = pre[e % 2 + 2 * (e // 4)], b[e // 2 % 2]
-            out.store((left_k.load() * pre8.load() * b8.load()).to(dtype))
+                pre8[e], b8[e] = pre[e % 2 + 2 * (e // 4)], b[e // 2 % 2].to(wide)
+            out.store(((kl8 if cutlass.const_expr(is_f16) else left_k).load() * pre8.load() * b8.load()).to(dtype))
             store_matrix(out, k_at ^ 32 * n)
-            out.store((left_q.load() * pre8.load()).to(dtype))
+            out.store(((ql8 if cutlass.const_expr(is_f16) else left_q).load() * pre8.load()).to(dtype))
             store_matrix(out, (k_at ^ 32 * n) + TILE_BYTES)
     hand_over(x, diagonal_a)
     return diagonal_a, diagonal_p
+
+
+@cute.jit
+def norms_of_rows(x: cutlass.Constexpr):
+    """Inverse norms of k and of q, of rows r and r + 8."""
+    inv_k, inv_q = [cute.make_rmem_tensor((2,), F32) for _ in range(2)]
+    for i in cutlass.range_constexpr(2):
+        row = 16 * x.block_row + x.r + 8 * i
+        inv_k[i], inv_q[i] = x.smem.norms[row, KEYS], x.smem.norms[row, QUERIES]
+    return inv_k, inv_q
 
 
 @cute.jit

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split KDA forward on Blackwell: `common/kda.py` with the recurrence of `kda_recurrence.py`, launched once for transitions
-where there are segments, and once more.
+"""The split KDA forward on Blackwell: `common/kda.py` with the intra-chunk kernel of `kda_intra.py` and the recurrence of
+`kda_recurrence.py`, which is launched once for transitions where there are segments, and once more.
 
 Never run on a GPU: compiled, and its PTX run on a CPU (docs/kda-blackwell.md).
 """
@@ -18,6 +18,7 @@ from cula.ops.cute.kda_abi import VEC
 from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.toolchain.variants import Variant
 
+from .kda_intra import intra_kernel
 from .kda_recurrence import THREADS, BlockSizes, Memory, RecurrenceTma, recurrence_kernel, recurrence_mmas
 from .kda_recurrence_smem import STAGES, TILES
 
@@ -64,4 +65,4 @@ def launch_recurrence(
 
 
 def variants() -> Iterator[Variant]:
-    return variants_for(BLACKWELL, launch_recurrence, uses=("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix"))
+    return variants_for(BLACKWELL, intra_kernel, launch_recurrence, uses=("tcgen05", "tma_load", "tma_store", "mma", "ldmatrix"))

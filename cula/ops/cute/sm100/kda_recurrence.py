@@ -442,24 +442,29 @@ def first_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Con
             load_state(lambda m: m[thread, None], S, address, states.kind)
         if has_h0 == 0 and task.is_chained == 1:
             cute.autovec_copy(memory.mB[task.first_segment * x.HV + hv, thread, None], S)
-        chain_rows(x, rows, task.num_transitions, x.first_transition(task))
     for p in cutlass.range_constexpr(4):
         rows.store_s[p](pieces(S)[p])
     stored()
+    if cutlass.const_expr(not x.is_transition):
+        chain_rows(x, rows, task.num_transitions, x.first_transition(task))
 
 
 @cute.jit
 def chain_rows(x: cutlass.Constexpr, rows: cutlass.Constexpr, num_transitions: I32, first: I32):
-    """S <- S M + B, for each: S goes to tensor memory as a pair of 16-bit values, and B in its place."""
+    """S <- S M + B, for each: S, in tensor memory, becomes a pair of 16-bit values there, and B takes its place."""
     S, factor, bars, dtype = rows.S, rows.factor, x.bars, x.dtype
     # A loop would take an object whose method it calls for something that it changes.
     load_s, store_s, store_s16, store_low = rows.load_s, rows.store_s, rows.store_s16, rows.store_low
+    load_pieces = [row_load(x.mmas.s, x.tmem + (Column.S + 32 * p), 32, rows.thread) for p in range(4)]
     for it in cutlass.range(num_transitions, unroll=1):
         if cutlass.const_expr(x.is_f16):
+            load_s(S)
             keep_in_range(S, F32(0.0), factor)
         of_b = x.memory.mB[first + it * x.HV, rows.thread, None]
         for p in cutlass.range_constexpr(4):
             piece = pieces(S)[p]
+            if cutlass.const_expr(not x.is_f16):  # not all at once: the roundings of all of S are more registers than there are
+                load_pieces[p](piece)
             store_s16[p](rounded(piece, dtype))
             residue(piece, dtype)
             store_low[p](rounded(piece, dtype))
@@ -475,7 +480,6 @@ def chain_rows(x: cutlass.Constexpr, rows: cutlass.Constexpr, num_transitions: I
         cute.arch.mbarrier_arrive(bars.s_ready + it % STAGES)
         cute.arch.mbarrier_wait(bars.s_done, it % 2)
         after_sync()
-        load_s(S)
         if rows.is_first_lane:
             cute.arch.mbarrier_arrive(bars.empty + it % STAGES)
 

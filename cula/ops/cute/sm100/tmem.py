@@ -2,7 +2,8 @@
 """tcgen05 products, and tensor memory as plain cells: 128 lanes, columns of 32 bits.
 
 An accumulator of M = 128 has row = lane, column = column. A 16-bit A operand has two neighbours in a column, the low half first.
-A thread of a warpgroup sees one lane, its own number, so a row of a matrix is one thread's.
+A thread of a warpgroup sees one lane, its own number, so a row of a matrix is one thread's. Or a warp moves 16 lanes of its 32 at
+once, as fragments of mma.sync: an accumulator of M = 64 has 16 rows in the lower or the upper half of every 32 lanes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass._mlir.dialects import nvvm
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, nvvm, vector
 from cutlass.cute.nvgpu import tcgen05
 
-from cula.ops.cute.common.tiles import F32, K_MAJOR
+from cula.ops.cute.common.tiles import F32, I32, K_MAJOR
 
 COLUMNS = 512  # of a multiprocessor
 PIECE = 32  # columns of one load or store: as many registers must be neighbours
@@ -34,9 +36,15 @@ def umma_of_tiles(n: int, a_major: Any, b_major: Any, dtype: Any) -> Any:
     return cute.make_tiled_mma(op)
 
 
+def umma_of_few_rows(n: int, dtype: Any) -> Any:
+    """m64 n<n> k16, both operands in shared memory, K-major."""
+    op = tcgen05.MmaF16BF16Op(dtype, F32, (64, n, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM, K_MAJOR, K_MAJOR)
+    return cute.make_tiled_mma(op)
+
+
 def accumulator(mma: Any, ptr: Any, n: int) -> Any:
-    """[128, n] in float32 at a column."""
-    return cute.make_tensor(ptr, mma.make_fragment_C(mma.partition_shape_C((128, n))).layout)
+    """[128, n] in float32 at a column; or [64, n] at a column and one of the halves of 32 lanes."""
+    return cute.make_tensor(ptr, mma.make_fragment_C(mma.partition_shape_C((mma.op.shape_mnk[0], n))).layout)
 
 
 def operand_a(mma: Any, ptr: Any, k: int, dtype: Any) -> Any:
@@ -97,6 +105,47 @@ def row_stores(mma: Any, ptr: Any, n: int, thread: Any, piece: int = PIECE) -> l
         cute.copy(copy, _words(registers, 0, shape), cells)
 
     return [functools.partial(store, *piece) for piece in pieces]
+
+
+# Fragments of mma.sync
+
+
+LANE = 1 << 16  # of an address in tensor memory
+
+
+def pointer_at(address: Any) -> Any:
+    """An address in tensor memory as products take it."""
+    return cute.make_ptr(F32, address, cute.AddressSpace.tmem, assumed_align=16)
+
+
+def load_fragment(address: Any, registers: Any) -> None:
+    """[16, n] in float32, from the lane and the column of an address on, to n / 2 registers laid out like accumulators of
+    mma.sync. To be waited for by `loaded`."""
+    n = cute.size(registers)
+    words = ir.VectorType.get([n], ir.IntegerType.get_signless(32))
+    got = nvvm.tcgen05_ld(words, nvvm.Tcgen05LdStShape.SHAPE_16X256B, _llvm_pointer(address))
+    bits = cute.recast_tensor(registers, I32)
+    for i in range(n):
+        bits[i] = I32(vector.extract(got, [], [i]))
+
+
+def store_fragment(address: Any, registers: Any) -> None:
+    """The 16-bit values of a [16, n] array, laid out like an A operand of mma.sync, to n / 2 columns. To be waited for by
+    `stored`."""
+    bits = cute.recast_tensor(registers, I32)
+    n = cute.size(bits)
+    words = ir.VectorType.get([n], ir.IntegerType.get_signless(32))
+    values = vector.from_elements(words, [I32(bits[i]).ir_value() for i in range(n)])
+    nvvm.tcgen05_st(nvvm.Tcgen05LdStShape.SHAPE_16X128B, _llvm_pointer(address), values)
+
+
+def _llvm_pointer(address: Any) -> Any:
+    return llvm.inttoptr(llvm.PointerType.get(cute.AddressSpace.tmem.value), I32(address).ir_value())
+
+
+def loaded() -> None:
+    """Wait for this warp's loads from tensor memory."""
+    cute.arch.fence_view_async_tmem_load()
 
 
 def stored() -> None:

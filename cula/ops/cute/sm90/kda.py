@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.kda import variants_for
+from cula.ops.cute.common.kda_intra import intra_kernel
 from cula.ops.cute.common.tiles import by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import VEC
 from cula.ops.cute.sm90.arch import HOPPER
@@ -59,4 +60,4 @@ def launch_recurrence(
 
 
 def variants() -> Iterator[Variant]:
-    return variants_for(HOPPER, launch_recurrence, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))
+    return variants_for(HOPPER, intra_kernel, launch_recurrence, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))
