@@ -28,6 +28,7 @@ from cula.ops.cute import decode, kda
 from cula.ops.cute import gdn_bwd as backward
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
 from cula.ops.cute.gdn_bwd import gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
@@ -55,7 +56,7 @@ __all__ = [
     "why_not",
 ]
 
-ARCH, HOPPER = "sm_90a", (9, 0)
+HOPPER = (9, 0)
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -150,7 +151,7 @@ def run(
     tensors |= {"o": to, "h0": h0, "ht": ht, "cu": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
     addresses = GDN.pack_addresses({name: address(t) for name, t in tensors.items()})
     numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None, first_slot))
-    load(variant(p, schedule), ARCH)(*addresses, *numbers, stream_of(device))
+    load(variant(p, schedule), target_of(p.sm))(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -198,7 +199,7 @@ def _record(
     sources |= {"h0": of["state_pool" if is_indexed else "initial_state"], "ht": of["state_pool"] if is_indexed else ~1}
     sources |= {"workspace": ~2 if size else None, "read_from": slots, "write_to": slots}
     numbers = _numbers(p, x, schedule, o, *states, is_indexed, first_slot)
-    launch = record(GDN, load(variant(p, schedule), ARCH), sources, numbers, tuple(_sizes(p, schedule)))
+    launch = record(GDN, load(variant(p, schedule), target_of(p.sm)), sources, numbers, tuple(_sizes(p, schedule)))
     place_of_out = None if out is None else of["out"]
     outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
     sizes = Sizes(prefill_labels(x, serving, TOKENS, p.is_packed), _resize(p, device, schedule, place_of_out, ht is not None))

@@ -73,7 +73,7 @@ class States(NamedTuple):
     ht: Any
     read_from: Any  # [N]
     write_to: Any
-    handed: Any  # `Handed`
+    handed: Any = None  # what pieces of a head hand on to each other, where there are such
 
 
 class Scalars(NamedTuple):

@@ -135,3 +135,12 @@ def read_pairs(vectors: cute.Tensor, which: cutlass.Constexpr, place: I32, c: I3
     for j in cutlass.range_constexpr(n):
         cute.autovec_copy(shared_at(at + 32 * j, F32, 2, 8), cute.make_tensor(out.iterator + 2 * j, cute.make_layout((2, 1))))
     return out
+
+
+@cute.jit
+def read_vector(vectors: cute.Tensor, which: cutlass.Constexpr, place: I32, n: cutlass.Constexpr):
+    """n values of a chunk's vectors from number `which` on, a multiple of four."""
+    out, at = cute.make_rmem_tensor((n,), F32), I32(vectors.iterator.toint()) + 4 * (place * VECTORS + which)
+    for j in cutlass.range_constexpr(0, n, 4):
+        cute.autovec_copy(shared_at(at + 4 * j, F32, 4, 16), cute.make_tensor(out.iterator + j, cute.make_layout((4, 1))))
+    return out

@@ -10,13 +10,14 @@ from cula.ops.cute.common.fp16_window import is_outside, move_inside
 from cula.ops.cute.common.tiles import F32, I32
 
 
-def rows_at(t, at, r, c, width=1):
-    """Columns c .. c + width - 1 of rows r, r + 8, ... of the [64, 128] tile number `at` of t, swizzled by 128 bytes: [width, 8].
+def rows_at(t, at, r, c, width=1, first=0):
+    """Columns c .. c + width - 1 of rows first + r, first + r + 8, ... of the tile number `at` of t [rows, 128, tiles], swizzled by
+    128 bytes: [width, 8]. `first` is a multiple of 8.
 
     The swizzle exchanges pieces of 8 elements by a row's place r among eight, so that one address serves all of these.
     """
-    plain = cute.recast_ptr(t.iterator, dtype=t.element_type)
-    start = plain + (at * (64 * 128) + c // 64 * (64 * 64) + 64 * r + (c % 64 ^ 8 * r))
+    rows, plain = cute.size(t.shape[0]), cute.recast_ptr(t.iterator, dtype=t.element_type)
+    start = plain + (at * (rows * 128) + c // 64 * (64 * rows) + 64 * (first + r) + (c % 64 ^ 8 * r))
     return cute.make_tensor(start.align(2 * width), cute.make_layout((width, 8), stride=(1, 512)))
 
 

@@ -99,6 +99,11 @@ def row_stores(mma: Any, ptr: Any, n: int, thread: Any, piece: int = PIECE) -> l
     return [functools.partial(store, *piece) for piece in pieces]
 
 
+def loaded() -> None:
+    """Wait for this warp's loads from tensor memory."""
+    cute.arch.fence_view_async_tmem_load()
+
+
 def stored() -> None:
     """Wait for this warp's stores to tensor memory."""
     cute.arch.fence_view_async_tmem_store()
