@@ -26,9 +26,9 @@ from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
 from cula.ops.cute import gdn_bwd as backward
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
-from cula.ops.cute.archs import target_of
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
 from cula.ops.cute.gdn_bwd import gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on

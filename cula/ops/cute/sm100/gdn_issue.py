@@ -10,7 +10,7 @@ from cula.ops.cute.common.gdn_items import whole_plan
 from cula.ops.cute.common.tiles import I32, swapped, tma_split
 from cula.ops.cute.gdn_abi import TILE_BYTES
 
-from .gdn_smem import STAGES, Column, keys_of, queries_of
+from .gdn_smem import Column, Turn, keys_of, queries_of
 from .tmem import accumulator, after_sync, commit, issue, operand_a
 
 
@@ -25,9 +25,9 @@ def load_keys(x: cutlass.Constexpr):
         k_s, k_g = tma_split(tma.k.atom, halves, halves_of(tma.k.coordinates, of_head, plan.begin))
         q_s, q_g = tma_split(tma.q.atom, halves, halves_of(tma.q.coordinates, of_head, plan.begin))
         for chunk in cutlass.range(plan.end, unroll=1):
-            s = n % STAGES
-            bar = bars.full + s
-            cute.arch.mbarrier_wait(bars.empty + s, (n // STAGES + 1) % 2)
+            now = Turn(n)
+            s, bar = now.stage, bars.full + now.stage
+            cute.arch.mbarrier_wait(bars.empty + s, now.of_stage ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * TILE_BYTES)
             for half in cutlass.range_constexpr(2):
@@ -51,11 +51,12 @@ def load_values(x: cutlass.Constexpr):
         of_head = cute.domain_offset((plan.begin, 0), tma.v.coordinates[None, None, plan.hv])
         v_s, v_g = tma_split(tma.v.atom, sV, cute.local_tile(of_head, (64, 128), (None, 0)))
         for chunk in cutlass.range(plan.end, unroll=1):
-            bar = bars.v_full + n % 2
-            cute.arch.mbarrier_wait(bars.v_empty + n % 2, (n // 2 + 1) % 2)
+            now = Turn(n)
+            bar = bars.v_full + now.place
+            cute.arch.mbarrier_wait(bars.v_empty + now.place, now.of_place ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, TILE_BYTES)
-            cute.copy(tma.v.atom, v_g[None, chunk], v_s[None, n % 2], tma_bar_ptr=bar)
+            cute.copy(tma.v.atom, v_g[None, chunk], v_s[None, now.place], tma_bar_ptr=bar)
             n += 1
 
 
@@ -69,12 +70,13 @@ def scores_role(x: cutlass.Constexpr):
     n = I32(0)
     for item in cutlass.range(items.first, items.total, items.step, unroll=1):
         for _ in cutlass.range(whole_plan(items, item).end, unroll=1):
-            s = n % STAGES
-            cute.arch.mbarrier_wait(bars.ready + s, n // STAGES % 2)
-            cute.arch.mbarrier_wait(bars.a_free, (n + 1) % 2)
+            now = Turn(n)
+            s = now.stage
+            cute.arch.mbarrier_wait(bars.ready + s, now.of_stage)
+            cute.arch.mbarrier_wait(bars.a_free, now.parity ^ 1)
             after_sync()
             issue(mma, acc, a[None, None, None, s], b[None, None, None, s], False)
-            commit(bars.a_done + n % 2)
+            commit(bars.a_done + now.place)
             n += 1
 
 
@@ -96,25 +98,26 @@ def mma_role(x: cutlass.Constexpr):
     n = I32(0)
     for item in cutlass.range(items.first, items.total, items.step, unroll=1):
         for _ in cutlass.range(whole_plan(items, item).end, unroll=1):
-            s, place, turn, twice = n % STAGES, n % 2, n % 2, n // 2 % 2
-            cute.arch.mbarrier_wait(bars.ready + s, n // STAGES % 2)
-            cute.arch.mbarrier_wait(bars.s_ready + place, twice)
+            now = Turn(n)
+            s, place = now.stage, now.place
+            cute.arch.mbarrier_wait(bars.ready + s, now.of_stage)
+            cute.arch.mbarrier_wait(bars.s_ready + place, now.of_place)
             after_sync()
             issue(mma_x, accR, aS, bK[None, None, None, s], False)
             commit(bars.r_done)
-            cute.arch.mbarrier_wait(bars.o_free, (n + 1) % 2)  # so P E has been multiplied: E may be written over
+            cute.arch.mbarrier_wait(bars.o_free, now.parity ^ 1)  # so P E has been multiplied: E may be written over
             after_sync()
             issue(mma_x, inter, aS, bQ[None, None, None, s], False)
-            cute.arch.mbarrier_wait(bars.t_ready + place, twice)
-            cute.arch.mbarrier_wait(bars.y_ready, turn)
+            cute.arch.mbarrier_wait(bars.t_ready + place, now.of_place)
+            cute.arch.mbarrier_wait(bars.y_ready, now.parity)
             after_sync()
             issue(mma_t, accE, aY, bT[None, None, None, place], False)
             commit(bars.e_done)
-            cute.arch.mbarrier_wait(bars.w_ready, turn)
+            cute.arch.mbarrier_wait(bars.w_ready, now.parity)
             after_sync()
             issue(mma_s, accS, aW, bK_s[None, None, None, s], True)
             commit(bars.s_done)
-            cute.arch.mbarrier_wait(bars.e_ready, turn)
+            cute.arch.mbarrier_wait(bars.e_ready, now.parity)
             after_sync()
             issue(mma_x, intra, aE, bP[None, None, None, place], False)
             commit(bars.o_done + place)

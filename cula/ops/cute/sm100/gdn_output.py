@@ -19,8 +19,8 @@ from cula.ops.cute.common.gdn_vectors import POWER, read_vector
 from cula.ops.cute.common.tiles import BF16, F32, I32, tma_split
 
 from .gdn_issue import halves_of
-from .gdn_smem import STAGES, Barrier, Column, Q, queries_of
-from .rows import rows_at
+from .gdn_smem import Barrier, Column, Q, Turn, queries_of
+from .rows import address_of_column, entry_at
 from .tmem import PIECE, after_sync, before_sync, row_load
 
 
@@ -37,7 +37,7 @@ def output_role(x: cutlass.Constexpr, thread: I32):
         of_head = cute.domain_offset((plan.begin, 0), x.mO[None, None, plan.hv])
         o_rows = cute.local_tile(of_head, (64, 128), (None, 0))
         for chunk in cutlass.range(plan.end, unroll=1):
-            s, left = n % STAGES, plan.tokens - chunk * 64
+            s, left = Turn(n).stage, plan.tokens - chunk * 64
             o = add_up(x, thread, n)
             put_column(storage.raw, s, thread, o)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -58,17 +58,17 @@ def output_role(x: cutlass.Constexpr, thread: I32):
 @cute.jit
 def add_up(x: cutlass.Constexpr, thread: I32, n: I32):
     """Our channel of o, [64], rounded."""
-    bars, place, o = x.bars, n % 2, cute.make_rmem_tensor((64,), BF16)
-    cute.arch.mbarrier_wait(bars.ready + n % STAGES, n // STAGES % 2)  # long over, as the next: they show what has been written
-    cute.arch.mbarrier_wait(bars.s_ready + place, n // 2 % 2)
-    unit = x.storage.unit[thread, place]
-    cute.arch.mbarrier_wait(bars.o_done + place, n // 2 % 2)
+    bars, now, o = x.bars, Turn(n), cute.make_rmem_tensor((64,), BF16)
+    cute.arch.mbarrier_wait(bars.ready + now.stage, now.of_stage)  # long over, as the next: they show what has been written
+    cute.arch.mbarrier_wait(bars.s_ready + now.place, now.of_place)
+    unit = x.storage.unit[thread, now.place]
+    cute.arch.mbarrier_wait(bars.o_done + now.place, now.of_place)
     after_sync()
     for p in cutlass.range_constexpr(2):
         inter, intra = [cute.make_rmem_tensor((PIECE,), F32) for _ in range(2)]
         row_load(x.mmas.x, x.tmem + (Column.INTER + PIECE * p), PIECE, thread, waits=False)(inter)
         row_load(x.mmas.x, x.tmem + (Column.INTRA + PIECE * p), PIECE, thread)(intra)
-        f = read_vector(x.storage.vectors, POWER + PIECE * p, n & 7, PIECE)
+        f = read_vector(x.storage.vectors, POWER + PIECE * p, now.vectors, PIECE)
         inter.store((f.load() * inter.load() + intra.load()) * unit)
         cute.make_tensor(o.iterator + PIECE * p, cute.make_layout(PIECE)).store(inter.load().to(BF16))
     before_sync()
@@ -79,16 +79,15 @@ def add_up(x: cutlass.Constexpr, thread: I32, n: I32):
 @cute.jit
 def put_column(raw: cute.Tensor, stage: I32, thread: I32, o: cute.Tensor):
     """Our channel to the place of the queries."""
-    for r in cutlass.range_constexpr(8):
-        to = rows_at(raw, stage, r, thread, first=Q)
-        for p in cutlass.range_constexpr(8):
-            to[0, p] = o[8 * p + r]
+    of_column = address_of_column(raw, stage, thread)
+    for t in cutlass.range_constexpr(64):
+        entry_at(of_column, Q + t, BF16)[0] = o[t]
 
 
 @cute.jit
 def copy_rows(tile: cute.Tensor, rows: cute.Tensor, thread: I32, left: I32):
     """The first rows of a tile to global memory, by 128 threads."""
-    for p in cutlass.range_constexpr(8):
+    for p in cutlass.range(8, unroll=1):
         row = p * 8 + thread // 16
         if row < left:
             cute.autovec_copy(

@@ -22,8 +22,8 @@ from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, Ahead, gate_of, read
 from cula.ops.cute.common.inverse import PITCH, UNBIASED, inverse_columns, inverse_pair, place_inverse, work_of
 from cula.ops.cute.common.tiles import BF16, F32, I32
 
-from .gdn_smem import PREPARERS, STAGES, Barrier, Column
-from .rows import put_row, row_of
+from .gdn_smem import PREPARERS, Barrier, Column, Turn
+from .rows import address_of_row, piece_address, rounded
 from .tmem import PIECE, after_sync, before_sync, row_load
 
 BLOCK_BYTES = 4 * 16 * PITCH  # of a 16x16 block to be inverted
@@ -54,40 +54,53 @@ def prepare_head(x: cutlass.Constexpr, thread: I32, which: I32, item: I32, n0: I
     if first + PREPARERS < plan.end:
         read_ahead(ahead, first + PREPARERS, wid)
     for chunk in cutlass.range(first, plan.end, PREPARERS, unroll=1):
-        n = n0 + chunk
-        cute.arch.mbarrier_wait(bars.full + n % STAGES, n // STAGES % 2)
-        make_operands(x, thread, n % STAGES, plan.tokens - chunk * 64)
-        prepare_chunk(x, ahead, thread, which, chunk, n)
+        n, mine = n0 + chunk, afresh(thread)
+        cute.arch.mbarrier_wait(bars.full + Turn(n).stage, Turn(n).of_stage)
+        make_operands(x, mine, Turn(n).stage, plan.tokens - chunk * 64)
+        prepare_chunk(x, ahead, mine, which, chunk, n)
     return n0 + plan.end
+
+
+@cute.jit
+def afresh(thread: I32):
+    """It, which the compiler does not know: what follows from it, addresses and masks, is not kept from chunk to chunk."""
+    return cute.arch.shuffle_sync(thread, cute.arch.lane_idx()) & 127
 
 
 @cute.jit
 def make_operands(x: cutlass.Constexpr, thread: I32, stage: I32, left: I32):
     """A row of keys or queries normalised and rounded to fp16, in place, zeros past the end. What is an operand as it came: only
     the zeros."""
-    of_raw, of_operands = row_of(x.storage.raw, stage, thread), row_of(x.storage.kq, stage, thread)
+    tile = x.storage.kq
+    of_row = address_of_row(tile, stage, thread)
     is_past = thread % 64 >= left
     if cutlass.const_expr(x.is_f16):
-        row, sums, wide = cute.make_rmem_tensor((128,), BF16), *(cute.make_rmem_tensor((n,), F32) for n in (4, 8))
-        for p in cutlass.range_constexpr(16):
-            cute.autovec_copy(of_raw[p], flat(row, 8 * p, 8))
-        if is_past:
-            row.fill(0.0)
+        raw, wide, out = [cute.make_rmem_tensor((8,), of) for of in (BF16, F32, x.dtype)]
+        sums = cute.make_rmem_tensor((4,), F32)
         sums.fill(0.0)
         for p in cutlass.range_constexpr(16):
-            widen(flat(row, 8 * p, 8), wide)
+            cute.autovec_copy(shared_at(piece_address(tile, of_row, p), BF16, 8, 16), eight(raw))
+            widen(raw, wide)
             for e in cutlass.range_constexpr(8):
                 sums[e % 4] += wide[e] * wide[e]
         inverse = inverse_norm((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        for p in cutlass.range_constexpr(16):
-            out = cute.make_rmem_tensor((8,), x.dtype)
-            out.store((flat(row, 8 * p, 8).load().to(F32) * inverse).to(x.dtype))
-            cute.autovec_copy(out, of_operands[p])
+        for p in cutlass.range_constexpr(16):  # read once more: there are no registers to keep it
+            cute.autovec_copy(shared_at(piece_address(tile, of_row, p), BF16, 8, 16), eight(raw))
+            widen(raw, wide)
+            out.store((wide.load() * inverse).to(x.dtype))
+            if is_past:
+                out.fill(0.0)
+            cute.autovec_copy(eight(out), shared_at(piece_address(tile, of_row, p), x.dtype, 8, 16))
     elif is_past:
         zero = cute.make_rmem_tensor((8,), BF16)
         zero.fill(0.0)
         for p in cutlass.range_constexpr(16):
-            cute.autovec_copy(zero, of_operands[p])
+            cute.autovec_copy(eight(zero), shared_at(piece_address(tile, of_row, p), BF16, 8, 16))
+
+
+def eight(x):
+    """Values as they are copied."""
+    return cute.make_tensor(x.iterator, cute.make_layout((8, 1)))
 
 
 @cute.jit
@@ -95,29 +108,22 @@ def prepare_chunk(x: cutlass.Constexpr, ahead: cutlass.Constexpr, thread: I32, w
     """T and P of the block's n-th chunk, whose operands and vectors have been written; and vectors of our next one."""
     storage, bars, end = x.storage, x.bars, ahead.plan.end
     wid, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-    place, phase, following = n % 2, n // 2 % 2, chunk + PREPARERS
+    place, following = Turn(n).place, chunk + PREPARERS
     ours = NamedBarrier(barrier_id=Barrier.PREPARE + which, num_threads=128)
     sA, sD = work_of(storage.below, which, 6), work_of(storage.diagonal, which, 4)
     cute.arch.fence_proxy("async.shared", space="cta")
     ours.arrive_and_wait()
     if thread == 0:
-        cute.arch.mbarrier_arrive(bars.ready + n % STAGES)
-    scores = load_scores(x, thread, which, phase)
-    decay_scores(scores, storage.vectors, n & 7, thread)
-    if wid < 2:
-        place_scores(scores, sA, sD, thread)
+        cute.arch.mbarrier_arrive(bars.ready + Turn(n).stage)
+    take_scores(x, sA, sD, thread, which, n)
     ours.arrive_and_wait()
     if wid < 2:
         inverse_pair(sD, wid, 3 - wid, lane)
-    else:
-        P = cute.make_rmem_tensor((64,), x.dtype)
-        P.store(scores.load().to(x.dtype))
-        cute.arch.mbarrier_wait(bars.o_done + place, phase ^ 1)  # chunk n - 2 is done, whose T and P were here
-        put_row(row_of(storage.P, place, thread % 64), P)
-        if following < end:
-            write_vectors(ahead, storage.vectors, following, n + PREPARERS, wid)
-            if following + PREPARERS < end:
-                read_ahead(ahead, following + PREPARERS, wid)
+    elif following < end:
+        of_head = ahead._replace(plan=ahead.plan._replace(hv=cute.arch.make_warp_uniform(ahead.plan.hv)))  # likewise
+        write_vectors(of_head, storage.vectors, following, n + PREPARERS, wid)
+        if following + PREPARERS < end:
+            read_ahead(of_head, following + PREPARERS, wid)
     ours.arrive_and_wait()
     columns = cute.make_rmem_tensor((32,), x.dtype)
     inverse_columns(x.mmas.tf32, sA, sD, wid, lane, columns, None)
@@ -126,47 +132,63 @@ def prepare_chunk(x: cutlass.Constexpr, ahead: cutlass.Constexpr, thread: I32, w
 
 
 @cute.jit
-def load_scores(x: cutlass.Constexpr, thread: I32, which: I32, phase: I32):
-    """Our row of [k; q] k^T, as far as it has entries on or left of the diagonal; then zeros."""
-    scores, at = cute.make_rmem_tensor((64,), F32), x.tmem + Column.SCORES
-    scores.fill(0.0)
-    cute.arch.mbarrier_wait(x.bars.a_done + which, phase)
+def take_scores(x: cutlass.Constexpr, sA: cute.Tensor, sD: cute.Tensor, thread: I32, which: I32, n: I32):
+    """Our row of [k; q] k^T, decayed and weighed: of A to where it is inverted, of P to its tile. By halves, of which the second
+    is nothing where it is right of the diagonal."""
+    wid, now, bars = cute.arch.make_warp_uniform(thread // 32), Turn(n), x.bars
+    cute.arch.mbarrier_wait(bars.a_done + which, now.of_place)
     after_sync()
-    row_load(x.mmas.scores, at, PIECE, thread)(scores)
-    if cute.arch.make_warp_uniform(thread // 32) & 1 == 1:
-        row_load(x.mmas.scores, at + PIECE, PIECE, thread)(flat(scores, PIECE, PIECE))
+    if wid >= 2:
+        cute.arch.mbarrier_wait(bars.o_done + now.place, now.of_place ^ 1)  # chunk n - 2 is done, whose T and P were here
+    for half in cutlass.range_constexpr(2):
+        scores = cute.make_rmem_tensor((PIECE,), F32)
+        scores.fill(0.0)
+        if half <= wid & 1:
+            row_load(x.mmas.scores, x.tmem + (Column.SCORES + PIECE * half), PIECE, thread)(scores)
+            decay_scores(scores, x.storage.vectors, now.vectors, thread, PIECE * half)
+            if wid < 2:
+                place_scores(scores, sA, sD, thread, 2 * half)
+        if wid >= 2:
+            put_piece(x.storage.P, now.place, thread % 64, half, rounded(scores, x.dtype))
     before_sync()
-    arrive(x.bars.a_free)
-    return scores
+    arrive(bars.a_free)
 
 
 @cute.jit
-def decay_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, thread: I32):
-    """Our row, decayed and weighed; zeros right of the diagonal, and on it for keys.
+def put_piece(tile: cute.Tensor, place: I32, row: I32, half: cutlass.Constexpr, values: cute.Tensor):
+    """Half of a row of a tile of 64 columns."""
+    of_row = address_of_row(tile, place, row)
+    for p in cutlass.range_constexpr(4):
+        to = shared_at(piece_address(tile, of_row, 4 * half + p), tile.element_type, 8, 16)
+        cute.autovec_copy(eight(flat(values, 8 * p, 8)), to)
+
+
+@cute.jit
+def decay_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, thread: I32, first: cutlass.Constexpr):
+    """Columns of our row from the first on, decayed and weighed; zeros right of the diagonal, and on it for keys.
 
     What is left of A's diagonal block of 16 columns is going to be an operand of tf32: see `UNBIASED`.
     """
     t, is_key = thread % 64, thread < 64
     past = t if is_key else t + 1  # so many entries are not zero
     of_row = vectors[SUM + t, place]
-    for block in cutlass.range_constexpr(4):
-        if block // 2 <= cute.arch.make_warp_uniform(thread // 32) & 1:
-            sums, b = [read_vector(vectors, of + 16 * block, place, 16) for of in (SUM, STRENGTH)]
-            exponent = of_row + F32(UNBIASED) if is_key and block < t // 16 else of_row
-            for j in cutlass.range_constexpr(16):
-                i = 16 * block + j
-                scores[i] = scores[i] * (exp2(exponent - sums[j]) * b[j]) if i < past else F32(0.0)
+    for at in cutlass.range_constexpr(0, PIECE, 8):
+        i = first + at
+        sums, b = [read_vector(vectors, of + i, place, 8) for of in (SUM, STRENGTH)]
+        exponent = of_row + F32(UNBIASED) if is_key and i // 16 < t // 16 else of_row
+        for j in cutlass.range_constexpr(8):
+            scores[at + j] = scores[at + j] * (exp2(exponent - sums[j]) * b[j]) if i + j < past else F32(0.0)
 
 
 @cute.jit
-def place_scores(scores: cute.Tensor, sA: cute.Tensor, sD: cute.Tensor, t: I32):
-    """Our row of A to where it is inverted: in float32 on the diagonal, below it for tf32."""
+def place_scores(scores: cute.Tensor, sA: cute.Tensor, sD: cute.Tensor, t: I32, first: cutlass.Constexpr):
+    """Two blocks of our row of A to where they are inverted: in float32 on the diagonal, below it for tf32."""
     own, row = t // 16, 4 * PITCH * (t % 16)
     diagonal = I32(sD.iterator.toint()) + own * BLOCK_BYTES + row
     left = I32(sA.iterator.toint()) + (own * (own - 1) >> 1) * BLOCK_BYTES + row
-    for block in cutlass.range_constexpr(4):
-        if block <= own:
-            to = diagonal if block == own else left + block * BLOCK_BYTES
+    for i in cutlass.range_constexpr(2):
+        if first + i <= own:
+            to = diagonal if first + i == own else left + (first + i) * BLOCK_BYTES
             for j in cutlass.range_constexpr(0, 16, 4):
-                four = cute.make_tensor(scores.iterator + (16 * block + j), cute.make_layout((4, 1)))
+                four = cute.make_tensor(scores.iterator + (16 * i + j), cute.make_layout((4, 1)))
                 cute.autovec_copy(four, shared_at(to + 4 * j, F32, 4, 16))

@@ -4,7 +4,7 @@ See `gdn.py`.
 
     R = k S,    Y = v - f R,    E = T Y,    S <- e_C S + k^T (r b E)
 
-A thread has one row dv of everything. It goes over the state by pieces of 32 columns, the next of which is on its way meanwhile.
+A thread has one row dv of everything, and goes over the state by pieces of 32 columns, so that few are alive at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cula.ops.cute.common.gdn_vectors import DECAY, INTO_STATE, POWER, read_vect
 from cula.ops.cute.common.tiles import BF16, F32, I32
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32
 
-from .gdn_smem import STAGES, Column
-from .rows import largest, pieces, rounded, rows_at
+from .gdn_smem import Column, Turn
+from .rows import address_of_column, entry_at, largest, pieces, rounded
 from .tmem import PIECE, after_sync, before_sync, loaded, row_load, row_stores, stored
 
 PIECES = 128 // PIECE  # of a row of the state
@@ -40,12 +40,12 @@ def rows_role(x: cutlass.Constexpr, thread: I32):
         first_state(x, thread, plan)
         for chunk in cutlass.range(plan.end, unroll=1):
             if chunk > 0:
-                cute.arch.mbarrier_wait(bars.s_done, (n + 1) % 2)
+                cute.arch.mbarrier_wait(bars.s_done, (n - 1) & 1)
                 after_sync()
             rows_step(x, thread, factor, n, plan.tokens - chunk * 64)
             n += 1
         if plan.end > 0:
-            cute.arch.mbarrier_wait(bars.s_done, (n + 1) % 2)
+            cute.arch.mbarrier_wait(bars.s_done, (n - 1) & 1)
             after_sync()
         last_state(x, thread, plan, inverse_of(factor[0]))
 
@@ -53,24 +53,24 @@ def rows_role(x: cutlass.Constexpr, thread: I32):
 @cute.jit
 def rows_step(x: cutlass.Constexpr, thread: I32, factor: cute.Tensor, n: I32, left: I32):
     """The block's n-th chunk, of which `left` tokens are the sequence's."""
-    bars, vectors, sV, place, turn = x.bars, x.storage.vectors, x.storage.v, n % 2, n % 2
-    cute.arch.mbarrier_wait(bars.v_full + place, n // 2 % 2)
-    values, top = read_values(sV, place, left, thread)
-    arrive(bars.v_empty + place)
+    bars, vectors, sV, now = x.bars, x.storage.vectors, x.storage.v, Turn(n)
+    cute.arch.mbarrier_wait(bars.v_full + now.place, now.of_place)
+    values, top = read_values(sV, now.place, left, thread)
+    arrive(bars.v_empty + now.place)
     show_state(x, thread, top, factor)
-    x.storage.unit[thread, place] = x.scalars.scale * inverse_of(factor[0])
-    announce(bars.s_ready + place)
-    cute.arch.mbarrier_wait(bars.ready + n % STAGES, n // STAGES % 2)
-    decay_state(x, thread, vectors[DECAY, n & 7])
+    x.storage.unit[thread, now.place] = x.scalars.scale * inverse_of(factor[0])
+    announce(bars.s_ready + now.place)
+    cute.arch.mbarrier_wait(bars.ready + now.stage, now.of_stage)
+    decay_state(x, thread, vectors[DECAY, now.vectors])
 
-    cute.arch.mbarrier_wait(bars.r_done, turn)
+    cute.arch.mbarrier_wait(bars.r_done, now.parity)
     after_sync()
-    predict(x, thread, values, factor[0], n & 7)
+    predict(x, thread, values, factor[0], now.vectors)
     announce(bars.y_ready)  # and of S, decayed
 
-    cute.arch.mbarrier_wait(bars.e_done, turn)
+    cute.arch.mbarrier_wait(bars.e_done, now.parity)
     after_sync()
-    E, into_state = cute.make_rmem_tensor((64,), F32), read_vector(vectors, INTO_STATE, n & 7, 64)
+    E, into_state = cute.make_rmem_tensor((64,), F32), read_vector(vectors, INTO_STATE, now.vectors, 64)
     row_load(x.mmas.x, x.tmem + Column.E, 64, thread)(E)
     weighed = cute.make_rmem_tensor((64,), F32)
     weighed.store(E.load() * into_state.load())
@@ -91,14 +91,13 @@ def announce(bar: cute.Pointer):
 @cute.jit
 def read_values(sV: cute.Tensor, place: I32, left: I32, thread: I32):
     """(Our channel of v, zeros past the end: that is another sequence's; the largest of it)."""
-    values = cute.make_rmem_tensor((64,), F32)
-    for r in cutlass.range_constexpr(8):
-        of_v = rows_at(sV, place, r, thread)
-        for p in cutlass.range_constexpr(8):
-            values[8 * p + r] = of_v[0, p].to(F32)
+    values, of_column = cute.make_rmem_tensor((64,), F32), address_of_column(sV, place, thread)
     if left < 64:
-        for t in cutlass.range_constexpr(64):
-            values[t] = values[t] if t < left else F32(0.0)
+        for t in cutlass.range(left, 64, unroll=1):
+            entry_at(of_column, t, BF16)[0] = BF16(0.0)
+        cute.arch.fence_proxy("async.shared", space="cta")  # TMA is going to write there again
+    for t in cutlass.range_constexpr(64):
+        values[t] = entry_at(of_column, t, BF16)[0].to(F32)
     return values, largest(values, F32(0.0))
 
 
@@ -108,21 +107,18 @@ def show_state(x: cutlass.Constexpr, thread: I32, top: F32, factor: cute.Tensor)
     store_half = row_stores(x.mmas.x, x.tmem + Column.S16, 64, thread, PIECE // 2)
     store = row_stores(x.mmas.s, x.tmem + Column.S, 128, thread)
     top = top * factor[0]
-    both = [cute.make_rmem_tensor((PIECE,), F32) for _ in range(2)]
-    ask(x, thread, 0, both[0])
+    piece = cute.make_rmem_tensor((PIECE,), F32)
     for p in cutlass.range_constexpr(PIECES):
+        ask(x, thread, p, piece)
         loaded()
-        if cutlass.const_expr(p + 1 < PIECES):
-            ask(x, thread, p + 1, both[(p + 1) % 2])
-        store_half[p](rounded(both[p % 2], x.dtype))
+        store_half[p](rounded(piece, x.dtype))
         if cutlass.const_expr(x.is_f16):
-            top = largest(both[p % 2], top)
+            top = largest(piece, top)
     if cutlass.const_expr(x.is_f16):  # noqa: SIM102 (known when this is compiled, which the other is not)
         if cute.arch.vote_any_sync(is_outside(top, factor[0])):
             move = move_inside(top, factor[0]) if is_outside(top, factor[0]) else F32(1.0)
             factor[0] = factor[0] * move
             for p in cutlass.range_constexpr(PIECES):
-                piece = both[0]
                 ask(x, thread, p, piece)
                 loaded()
                 piece.store(piece.load() * move)
@@ -134,13 +130,10 @@ def show_state(x: cutlass.Constexpr, thread: I32, top: F32, factor: cute.Tensor)
 def decay_state(x: cutlass.Constexpr, thread: I32, decay: F32):
     """S <- decay S, while the first product of the chunk runs, which does not see it."""
     store = row_stores(x.mmas.s, x.tmem + Column.S, 128, thread)
-    both = [cute.make_rmem_tensor((PIECE,), F32) for _ in range(2)]
-    ask(x, thread, 0, both[0])
+    piece = cute.make_rmem_tensor((PIECE,), F32)
     for p in cutlass.range_constexpr(PIECES):
+        ask(x, thread, p, piece)
         loaded()
-        if cutlass.const_expr(p + 1 < PIECES):
-            ask(x, thread, p + 1, both[(p + 1) % 2])
-        piece = both[p % 2]
         piece.store(piece.load() * decay)
         store[p](piece)
 

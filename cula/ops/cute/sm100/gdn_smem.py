@@ -98,6 +98,38 @@ def init_mbarriers(bars: cutlass.Constexpr):
             cute.arch.mbarrier_init(bar + i, arrivals)
 
 
+class Turn(NamedTuple):
+    """Where a block's n-th chunk has its place, and the parity that the phases of mbarriers have then."""
+
+    n: Any
+
+    @property
+    def stage(self) -> Any:
+        return self.n & (STAGES - 1)
+
+    @property
+    def of_stage(self) -> Any:
+        return (self.n >> 2) & 1
+
+    @property
+    def place(self) -> Any:
+        """Of what there are two."""
+        return self.n & 1
+
+    @property
+    def of_place(self) -> Any:
+        return (self.n >> 1) & 1
+
+    @property
+    def parity(self) -> Any:
+        """Of what there is one."""
+        return self.n & 1
+
+    @property
+    def vectors(self) -> Any:
+        return self.n & (VECTOR_STAGES - 1)
+
+
 class Storage(NamedTuple):
     """Shared memory."""
 

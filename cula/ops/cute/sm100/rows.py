@@ -7,17 +7,17 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
+from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.tiles import F32, I32
 
 
-def rows_at(t, at, r, c, width=1, first=0):
-    """Columns c .. c + width - 1 of rows first + r, first + r + 8, ... of the tile number `at` of t [rows, 128, tiles], swizzled by
-    128 bytes: [width, 8]. `first` is a multiple of 8.
+def rows_at(t, at, r, c, width=1):
+    """Columns c .. c + width - 1 of rows r, r + 8, ... of the [64, 128] tile number `at` of t, swizzled by 128 bytes: [width, 8].
 
     The swizzle exchanges pieces of 8 elements by a row's place r among eight, so that one address serves all of these.
     """
-    rows, plain = cute.size(t.shape[0]), cute.recast_ptr(t.iterator, dtype=t.element_type)
-    start = plain + (at * (rows * 128) + c // 64 * (64 * rows) + 64 * (first + r) + (c % 64 ^ 8 * r))
+    plain = cute.recast_ptr(t.iterator, dtype=t.element_type)
+    start = plain + (at * (64 * 128) + c // 64 * (64 * 64) + 64 * r + (c % 64 ^ 8 * r))
     return cute.make_tensor(start.align(2 * width), cute.make_layout((width, 8), stride=(1, 512)))
 
 
@@ -36,6 +36,32 @@ def put_row(pieces_of_row, x):
     """Registers to some pieces of a row."""
     for i, to in enumerate(pieces_of_row):
         cute.autovec_copy(cute.make_tensor(x.iterator + 8 * i, cute.make_layout(8)), to)
+
+
+def address_of_row(t, at, r):
+    """Where row r of the tile number `at` of t [rows, columns, tiles], 16 bits, swizzled by 128 bytes, is in shared memory.
+
+    `piece_address` has its pieces of 16 bytes. So a row costs one register, which changes with the tile, and not one for each
+    piece, which the compiler would make before a loop over tiles and keep.
+    """
+    rows, columns = (cute.size(n) for n in t.shape[:2])
+    return I32(t.iterator.toint()) + at * (2 * rows * columns) + 128 * r + 16 * (r % 8)
+
+
+def piece_address(t, of_row, p):
+    """Of piece p of a row."""
+    return (of_row ^ 16 * (p % 8)) + 128 * cute.size(t.shape[0]) * (p // 8)
+
+
+def address_of_column(t, at, c):
+    """The same of column c."""
+    rows, columns = (cute.size(n) for n in t.shape[:2])
+    return I32(t.iterator.toint()) + at * (2 * rows * columns) + c // 64 * (128 * rows) + 2 * (c % 64)
+
+
+def entry_at(of_column, row, dtype):
+    """What a column has in a row."""
+    return shared_at((of_column ^ 16 * (row % 8)) + 128 * row, dtype, 1, 2)
 
 
 def pieces(x):
