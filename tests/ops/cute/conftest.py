@@ -5,10 +5,11 @@ decode. What Hopper alone has kernels for is not run on other GPUs."""
 import pytest
 import torch
 
-from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA, BLACKWELL_LIGHTNING
+from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_GDN, BLACKWELL_KDA, BLACKWELL_LIGHTNING
 from tools.ptx import compile_together
 
 compile_together("sm_100a", BLACKWELL_KDA)
+compile_together("sm_100a", BLACKWELL_GDN)
 compile_together("sm_100a", BLACKWELL_LIGHTNING)
 compile_together("sm_100a", BLACKWELL_DECODE)
 
