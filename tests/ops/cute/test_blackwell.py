@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Blackwell serves of what Hopper does, without kernels of its own for it: Gated DeltaNet of few heads, on KDA's kernels with
-one gate a head. Calls go through the functions that dispatch names, in the simulator."""
+"""What Blackwell serves of what Hopper does, without kernels of its own for it: Gated DeltaNet of few heads, on KDA's kernels
+with one gate a head. Calls go through the functions that dispatch names, in the simulator."""
 
 import dataclasses
 

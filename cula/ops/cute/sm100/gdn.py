@@ -17,13 +17,13 @@ mix, so what a thread does to its row needs no other thread.
 
 | warps      | role                                                                                    | registers |
 |------------|-----------------------------------------------------------------------------------------|-----------|
-| 0          | `load_keys`: TMA loads of k and q; allocates tensor memory                              | 40        |
-| 1          | `mma_role`: issues the products of the chain and of the output                          | 40        |
-| 2          | `scores_role`: issues those of scores                                                   | 40        |
-| 3          | `load_values`: TMA loads of v                                                           | 40        |
-| 4-7        | `rows_role` (gdn_rows): S to 16 bits and its decay, Y, E to 16 bits; states             | 152       |
-| 8-11       | `output_role` (gdn_output): adds up o, over the shared memory of q to global memory     | 96        |
-| 12-15, -19 | `prepare_role` (gdn_prepare): k and q as operands, factors, T and P; every other chunk each | 96    |
+| 0          | `load_keys`: TMA loads of k and q; allocates tensor memory                              | 24        |
+| 1          | `mma_role`: issues the products of the chain and of the output                          | 24        |
+| 2          | `scores_role`: issues those of scores                                                   | 24        |
+| 3          | `load_values`: TMA loads of v                                                           | 24        |
+| 4-7        | `rows_role` (gdn_rows): S to 16 bits and its decay, Y, E to 16 bits; states             | 168       |
+| 8-11       | `output_role` (gdn_output): adds up o, over the shared memory of q to global memory     | 112       |
+| 12-15, -19 | `prepare_role` (gdn_prepare): k and q as operands, factors, T and P; every other chunk each | 88    |
 
 | barrier    | arrives            | waits            | says                                                               |
 |------------|--------------------|------------------|--------------------------------------------------------------------|
@@ -56,8 +56,8 @@ mix, so what a thread does to its row needs no other thread.
 | scores                                   | 448 - 511 | |                            |        |
 
 The precision is `dtype`: fp16 operands where keys and queries are normalised here, rows of the state then run in the window of
-`common/fp16_window.py`; bf16 otherwise. Blocks take heads of sequences in turns: few heads leave SMs without
-work, and KDA's kernels, with segments, serve those (`gdn_schedule.py`).
+`common/fp16_window.py`; bf16 otherwise. Blocks take heads of sequences in turns: few heads leave SMs without work, and KDA's
+kernels, with segments, serve those (`gdn_schedule.py`).
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ from .gdn_rows import rows_role
 from .gdn_smem import Mbarriers, Storage, allocate, init_mbarriers, mbarriers_at
 from .tmem import COLUMNS, after_sync, before_sync, umma, umma_of_tiles
 
-THREADS = 640
-ISSUE_REGISTERS, ROW_REGISTERS = 24, 168  # the others keep the 96 of the launch: 480 in all
+THREADS, LAUNCH_REGISTERS = 640, 96
+# Of the roles' threads: 480 in all, of five warpgroups.
+ISSUE_REGISTERS, ROW_REGISTERS, OUTPUT_REGISTERS, PREPARE_REGISTERS = 24, 168, 112, 88
 
 
 class Mmas(NamedTuple):
@@ -169,10 +170,9 @@ def gdn_kernel(
     tmem = cute.arch.retrieve_tmem_ptr(F32, 16, storage.tmem)
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
     thread = tid % 128  # in its warpgroup: the lane of tensor memory that it sees
-    ours = items._replace(first=block, step=grid)
+    ours = items._replace(first=block)  # their step is an argument, not the size of the grid: that takes no register
     x = Block(tma, mO, gates, states, scalars, ours, mmas, storage, bars, tmem, dtype)
     if warpgroup_id == 0:
         cute.arch.setmaxregister_decrease(ISSUE_REGISTERS)
@@ -188,14 +188,24 @@ def gdn_kernel(
         cute.arch.setmaxregister_increase(ROW_REGISTERS)
         rows_role(x, thread)
     elif warpgroup_id == 2:
+        set_registers(OUTPUT_REGISTERS)
         output_role(x, thread)
     else:
+        set_registers(PREPARE_REGISTERS)
         prepare_role(x, thread, warpgroup_id - 3)
     before_sync()
     cute.arch.sync_threads()
     after_sync()
     if warp_id == 0:
         cute.arch.dealloc_tmem(tmem, COLUMNS)
+
+
+def set_registers(n: int) -> None:
+    """From what a launch gives each thread."""
+    if n > LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_increase(n)
+    elif n < LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_decrease(n)
 
 
 @cute.jit
@@ -273,7 +283,7 @@ def gdn_host(
         gates,
         States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut),
         Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
-        Items(HV, HV // H, length, N * HV, mCu, pieces),
+        Items(HV, HV // H, length, N * HV, mCu, pieces, step=blocks),
         gdn_mmas(dtype),
         dtype,
     ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)

@@ -14,13 +14,14 @@ import cutlass.cute as cute
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.barriers import arrive
+from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gdn_items import whole_plan
 from cula.ops.cute.common.gdn_vectors import POWER, read_vector
 from cula.ops.cute.common.tiles import BF16, F32, I32, tma_split
 
 from .gdn_issue import halves_of
 from .gdn_smem import Barrier, Column, Q, Turn, queries_of
-from .rows import address_of_column, entry_at
+from .rows import address_of_column, afresh, entry_at, times, times_plus
 from .tmem import PIECE, after_sync, before_sync, row_load
 
 
@@ -29,7 +30,6 @@ def output_role(x: cutlass.Constexpr, thread: I32):
     """A warpgroup: o of each chunk, of which one warp issues the TMA stores."""
     tma, items, bars, storage = x.tma, x.items, x.bars, x.storage
     together = NamedBarrier(barrier_id=Barrier.OUTPUT, num_threads=128)
-    is_storing = cute.arch.make_warp_uniform(thread // 32) == 0
     n = I32(0)
     for item in cutlass.range(items.first, items.total, items.step, unroll=1):
         plan = whole_plan(items, item)
@@ -43,16 +43,21 @@ def output_role(x: cutlass.Constexpr, thread: I32):
             cute.arch.fence_proxy("async.shared", space="cta")
             together.arrive_and_wait()
             if left < 64:  # TMA would write on into the next sequence
-                copy_rows(queries_of(storage.raw)[None, None, s], o_rows[None, None, chunk], thread, left)
-            elif is_storing:
+                copy_rows(queries_of(storage.raw)[None, None, s], o_rows[None, None, chunk], afresh(thread), left)
+            elif is_first_warp(thread):
                 for half in cutlass.range_constexpr(2):
                     cute.copy(tma.o.atom, o_s[None, 4 * s + 2 * half + 1], o_g[None, chunk, half])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             arrive(bars.empty + s)
             n += 1
-    if is_storing:
+    if is_first_warp(thread):
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+def is_first_warp(thread):
+    """That which issues the TMA stores; found out each time, which takes no register in between."""
+    return cute.arch.make_warp_uniform(thread // 32) == 0
 
 
 @cute.jit
@@ -64,13 +69,13 @@ def add_up(x: cutlass.Constexpr, thread: I32, n: I32):
     unit = x.storage.unit[thread, now.place]
     cute.arch.mbarrier_wait(bars.o_done + now.place, now.of_place)
     after_sync()
-    for p in cutlass.range_constexpr(2):
+    for at in cutlass.range_constexpr(0, 64, PIECE):
         inter, intra = [cute.make_rmem_tensor((PIECE,), F32) for _ in range(2)]
-        row_load(x.mmas.x, x.tmem + (Column.INTER + PIECE * p), PIECE, thread, waits=False)(inter)
-        row_load(x.mmas.x, x.tmem + (Column.INTRA + PIECE * p), PIECE, thread)(intra)
-        f = read_vector(x.storage.vectors, POWER + PIECE * p, now.vectors, PIECE)
-        inter.store((f.load() * inter.load() + intra.load()) * unit)
-        cute.make_tensor(o.iterator + PIECE * p, cute.make_layout(PIECE)).store(inter.load().to(BF16))
+        row_load(x.mmas.x, x.tmem + (Column.INTER + at), PIECE, thread, waits=False)(inter)
+        row_load(x.mmas.x, x.tmem + (Column.INTRA + at), PIECE, thread)(intra)
+        times_plus(inter, read_vector(x.storage.vectors, POWER + at, now.vectors, PIECE), intra)
+        times(inter, unit)
+        flat(o, at, PIECE).store(inter.load().to(BF16))
     before_sync()
     arrive(bars.o_free)
     return o

@@ -23,8 +23,8 @@ from cula.ops.cute.common.inverse import PITCH, UNBIASED, inverse_columns, inver
 from cula.ops.cute.common.tiles import BF16, F32, I32
 
 from .gdn_smem import PREPARERS, Barrier, Column, Turn
-from .rows import address_of_row, piece_address, rounded
-from .tmem import PIECE, after_sync, before_sync, row_load
+from .rows import address_of_row, afresh, piece_address, times, times_plus
+from .tmem import after_sync, before_sync, row_load
 
 BLOCK_BYTES = 4 * 16 * PITCH  # of a 16x16 block to be inverted
 
@@ -62,40 +62,32 @@ def prepare_head(x: cutlass.Constexpr, thread: I32, which: I32, item: I32, n0: I
 
 
 @cute.jit
-def afresh(thread: I32):
-    """It, which the compiler does not know: what follows from it, addresses and masks, is not kept from chunk to chunk."""
-    return cute.arch.shuffle_sync(thread, cute.arch.lane_idx()) & 127
-
-
-@cute.jit
 def make_operands(x: cutlass.Constexpr, thread: I32, stage: I32, left: I32):
-    """A row of keys or queries normalised and rounded to fp16, in place, zeros past the end. What is an operand as it came: only
-    the zeros."""
+    """A row of keys or queries, in place: zeros past the end; normalised and rounded to fp16, unless it is used as it came."""
     tile = x.storage.kq
-    of_row = address_of_row(tile, stage, thread)
-    is_past = thread % 64 >= left
+    of_row, zero = address_of_row(tile, stage, thread), cute.make_rmem_tensor((8,), x.dtype)
+    if thread % 64 >= left:
+        zero.fill(0.0)
+        for p in cutlass.range(16, unroll=1):
+            cute.autovec_copy(eight(zero), shared_at(piece_address(tile, of_row, p), x.dtype, 8, 16))
     if cutlass.const_expr(x.is_f16):
-        raw, wide, out = [cute.make_rmem_tensor((8,), of) for of in (BF16, F32, x.dtype)]
-        sums = cute.make_rmem_tensor((4,), F32)
+        raw, wide, sums, out = [cute.make_rmem_tensor((8,), of) for of in (BF16, F32, F32, x.dtype)]
         sums.fill(0.0)
         for p in cutlass.range_constexpr(16):
             cute.autovec_copy(shared_at(piece_address(tile, of_row, p), BF16, 8, 16), eight(raw))
             widen(raw, wide)
-            for e in cutlass.range_constexpr(8):
-                sums[e % 4] += wide[e] * wide[e]
-        inverse = inverse_norm((sums[0] + sums[1]) + (sums[2] + sums[3]))
+            times_plus(wide, wide, sums)
+            sums, wide = wide, sums
+        for step in (4, 2, 1):
+            for e in cutlass.range_constexpr(step):
+                sums[e] += sums[e + step]
+        inverse = inverse_norm(sums[0])
         for p in cutlass.range_constexpr(16):  # read once more: there are no registers to keep it
             cute.autovec_copy(shared_at(piece_address(tile, of_row, p), BF16, 8, 16), eight(raw))
             widen(raw, wide)
-            out.store((wide.load() * inverse).to(x.dtype))
-            if is_past:
-                out.fill(0.0)
+            times(wide, inverse)
+            out.store(wide.load().to(x.dtype))
             cute.autovec_copy(eight(out), shared_at(piece_address(tile, of_row, p), x.dtype, 8, 16))
-    elif is_past:
-        zero = cute.make_rmem_tensor((8,), BF16)
-        zero.fill(0.0)
-        for p in cutlass.range_constexpr(16):
-            cute.autovec_copy(eight(zero), shared_at(piece_address(tile, of_row, p), BF16, 8, 16))
 
 
 def eight(x):
@@ -133,62 +125,73 @@ def prepare_chunk(x: cutlass.Constexpr, ahead: cutlass.Constexpr, thread: I32, w
 
 @cute.jit
 def take_scores(x: cutlass.Constexpr, sA: cute.Tensor, sD: cute.Tensor, thread: I32, which: I32, n: I32):
-    """Our row of [k; q] k^T, decayed and weighed: of A to where it is inverted, of P to its tile. By halves, of which the second
-    is nothing where it is right of the diagonal."""
+    """Our row of [k; q] k^T, decayed and weighed: of A to where it is inverted, of P to its tile. By blocks of 16 columns; those
+    right of a warp's 32 rows are nothing."""
     wid, now, bars = cute.arch.make_warp_uniform(thread // 32), Turn(n), x.bars
     cute.arch.mbarrier_wait(bars.a_done + which, now.of_place)
     after_sync()
     if wid >= 2:
         cute.arch.mbarrier_wait(bars.o_done + now.place, now.of_place ^ 1)  # chunk n - 2 is done, whose T and P were here
-    for half in cutlass.range_constexpr(2):
-        scores = cute.make_rmem_tensor((PIECE,), F32)
-        scores.fill(0.0)
-        if half <= wid & 1:
-            row_load(x.mmas.scores, x.tmem + (Column.SCORES + PIECE * half), PIECE, thread)(scores)
-            decay_scores(scores, x.storage.vectors, now.vectors, thread, PIECE * half)
+    for block in cutlass.range_constexpr(4):
+        if block // 2 <= wid & 1:
+            scores = cute.make_rmem_tensor((16,), F32)
+            row_load(x.mmas.scores, x.tmem + (Column.SCORES + 16 * block), 16, thread)(scores)
+            decay_scores(scores, x.storage.vectors, now.vectors, thread, block)
+            if block // 2 == wid & 1:
+                clear_right(scores, thread, 16 * (block % 2))
             if wid < 2:
-                place_scores(scores, sA, sD, thread, 2 * half)
-        if wid >= 2:
-            put_piece(x.storage.P, now.place, thread % 64, half, rounded(scores, x.dtype))
+                place_scores(scores, sA, sD, thread, block)
+            else:
+                put_scores(x, now.place, thread % 64, block, scores)
+        elif wid >= 2:
+            nothing = cute.make_rmem_tensor((16,), F32)
+            nothing.fill(0.0)
+            put_scores(x, now.place, thread % 64, block, nothing)
     before_sync()
     arrive(bars.a_free)
 
 
 @cute.jit
-def put_piece(tile: cute.Tensor, place: I32, row: I32, half: cutlass.Constexpr, values: cute.Tensor):
-    """Half of a row of a tile of 64 columns."""
-    of_row = address_of_row(tile, place, row)
-    for p in cutlass.range_constexpr(4):
-        to = shared_at(piece_address(tile, of_row, 4 * half + p), tile.element_type, 8, 16)
-        cute.autovec_copy(eight(flat(values, 8 * p, 8)), to)
-
-
-@cute.jit
-def decay_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, thread: I32, first: cutlass.Constexpr):
-    """Columns of our row from the first on, decayed and weighed; zeros right of the diagonal, and on it for keys.
-
-    What is left of A's diagonal block of 16 columns is going to be an operand of tf32: see `UNBIASED`.
-    """
-    t, is_key = thread % 64, thread < 64
-    past = t if is_key else t + 1  # so many entries are not zero
+def decay_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, thread: I32, block: cutlass.Constexpr):
+    """A block of our row, decayed and weighed. What is left of A's diagonal block is going to be an operand of tf32: see
+    `UNBIASED`."""
+    t, left_of = thread % 64, F32(UNBIASED) if thread < 64 else F32(0.0)
     of_row = vectors[SUM + t, place]
-    for at in cutlass.range_constexpr(0, PIECE, 8):
-        i = first + at
-        sums, b = [read_vector(vectors, of + i, place, 8) for of in (SUM, STRENGTH)]
-        exponent = of_row + F32(UNBIASED) if is_key and i // 16 < t // 16 else of_row
+    exponent = of_row + left_of if block < t // 16 else of_row
+    for at in cutlass.range_constexpr(0, 16, 8):
+        sums, b = [read_vector(vectors, of + 16 * block + at, place, 8) for of in (SUM, STRENGTH)]
+        factors = cute.make_rmem_tensor((8,), F32)
         for j in cutlass.range_constexpr(8):
-            scores[at + j] = scores[at + j] * (exp2(exponent - sums[j]) * b[j]) if i + j < past else F32(0.0)
+            factors[j] = exp2(exponent - sums[j])
+        times(factors, b)
+        times(flat(scores, at, 8), factors)
 
 
 @cute.jit
-def place_scores(scores: cute.Tensor, sA: cute.Tensor, sD: cute.Tensor, t: I32, first: cutlass.Constexpr):
-    """Two blocks of our row of A to where they are inverted: in float32 on the diagonal, below it for tf32."""
+def clear_right(scores: cute.Tensor, thread: I32, first: cutlass.Constexpr):
+    """Zeros right of the diagonal, and on it for keys, of columns from the first on among 32; there is no decay there."""
+    past = thread % 32 if thread < 64 else thread % 32 + 1  # so many entries of those 32 are not zero
+    for j in cutlass.range_constexpr(16):
+        scores[j] = scores[j] if first + j < past else F32(0.0)
+
+
+@cute.jit
+def place_scores(scores: cute.Tensor, sA: cute.Tensor, sD: cute.Tensor, t: I32, block: cutlass.Constexpr):
+    """A block of our row of A to where it is inverted: in float32 on the diagonal, below it for tf32."""
     own, row = t // 16, 4 * PITCH * (t % 16)
-    diagonal = I32(sD.iterator.toint()) + own * BLOCK_BYTES + row
-    left = I32(sA.iterator.toint()) + (own * (own - 1) >> 1) * BLOCK_BYTES + row
-    for i in cutlass.range_constexpr(2):
-        if first + i <= own:
-            to = diagonal if first + i == own else left + (first + i) * BLOCK_BYTES
-            for j in cutlass.range_constexpr(0, 16, 4):
-                four = cute.make_tensor(scores.iterator + (16 * i + j), cute.make_layout((4, 1)))
-                cute.autovec_copy(four, shared_at(to + 4 * j, F32, 4, 16))
+    if block <= own:
+        left = I32(sA.iterator.toint()) + ((own * (own - 1) >> 1) + block) * BLOCK_BYTES + row
+        to = I32(sD.iterator.toint()) + own * BLOCK_BYTES + row if block == own else left
+        for j in cutlass.range_constexpr(0, 16, 4):
+            four = cute.make_tensor(scores.iterator + j, cute.make_layout((4, 1)))
+            cute.autovec_copy(four, shared_at(to + 4 * j, F32, 4, 16))
+
+
+@cute.jit
+def put_scores(x: cutlass.Constexpr, place: I32, t: I32, block: cutlass.Constexpr, scores: cute.Tensor):
+    """A block of our row of P to its tile."""
+    tile, half = x.storage.P, cute.make_rmem_tensor((16,), x.dtype)
+    half.store(scores.load().to(x.dtype))
+    of_row = address_of_row(tile, place, t)
+    for p in cutlass.range_constexpr(2):
+        cute.autovec_copy(eight(flat(half, 8 * p, 8)), shared_at(piece_address(tile, of_row, 2 * block + p), x.dtype, 8, 16))

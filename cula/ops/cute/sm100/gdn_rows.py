@@ -22,7 +22,7 @@ from cula.ops.cute.common.tiles import BF16, F32, I32
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32
 
 from .gdn_smem import Column, Turn
-from .rows import address_of_column, entry_at, largest, pieces, rounded
+from .rows import address_of_column, entry_at, largest, pieces, rounded, times, times_plus
 from .tmem import PIECE, after_sync, before_sync, loaded, row_load, row_stores, stored
 
 PIECES = 128 // PIECE  # of a row of the state
@@ -72,9 +72,8 @@ def rows_step(x: cutlass.Constexpr, thread: I32, factor: cute.Tensor, n: I32, le
     after_sync()
     E, into_state = cute.make_rmem_tensor((64,), F32), read_vector(vectors, INTO_STATE, now.vectors, 64)
     row_load(x.mmas.x, x.tmem + Column.E, 64, thread)(E)
-    weighed = cute.make_rmem_tensor((64,), F32)
-    weighed.store(E.load() * into_state.load())
-    store_operand(x, thread, Column.W16, weighed)
+    times(into_state, E)
+    store_operand(x, thread, Column.W16, into_state)
     announce(bars.w_ready)
     store_operand(x, thread, Column.E16, E)
     announce(bars.e_ready)
@@ -134,7 +133,7 @@ def decay_state(x: cutlass.Constexpr, thread: I32, decay: F32):
     for p in cutlass.range_constexpr(PIECES):
         ask(x, thread, p, piece)
         loaded()
-        piece.store(piece.load() * decay)
+        times(piece, decay)
         store[p](piece)
 
 
@@ -150,10 +149,11 @@ def predict(x: cutlass.Constexpr, thread: I32, values: cute.Tensor, factor: F32,
     for p in cutlass.range_constexpr(2):
         R, f = cute.make_rmem_tensor((PIECE,), F32), read_vector(x.storage.vectors, POWER + PIECE * p, place, PIECE)
         row_load(x.mmas.x, x.tmem + (Column.R + PIECE * p), PIECE, thread)(R)
-        for j in cutlass.range_constexpr(PIECE):
-            v = values[PIECE * p + j]
-            v = v * factor if cutlass.const_expr(x.is_f16) else v
-            R[j] = v - f[j] * R[j]
+        v = pieces(values)[p]
+        if cutlass.const_expr(x.is_f16):
+            times(v, factor)
+        times(f, F32(-1.0))
+        times_plus(R, f, v)
         store[p](rounded(R, x.dtype))
 
 

@@ -11,6 +11,13 @@ from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.tiles import F32, I32
 
 
+@cute.jit
+def afresh(thread: I32):
+    """Its number in its warpgroup, which the compiler does not know: what follows from it, addresses and masks, is not kept in
+    registers around a loop."""
+    return cute.arch.shuffle_sync(thread, cute.arch.lane_idx()) & 127
+
+
 def rows_at(t, at, r, c, width=1):
     """Columns c .. c + width - 1 of rows r, r + 8, ... of the [64, 128] tile number `at` of t, swizzled by 128 bytes: [width, 8].
 
@@ -129,3 +136,22 @@ def keep_in_range(S: cute.Tensor, top: F32, factor: cute.Tensor):
         for j in cutlass.range_constexpr(cute.size(S)):
             S[j] = S[j] * move
         factor[0] = factor[0] * move
+
+
+# Two float32 by one instruction, which the compiler does not find by itself
+
+
+@cute.jit
+def times(x: cute.Tensor, y: cutlass.Constexpr):
+    """x <- x y, of a number or as many as there are of x."""
+    for j in cutlass.range_constexpr(0, cute.size(x), 2):
+        both = (y[j], y[j + 1]) if cutlass.const_expr(isinstance(y, cute.Tensor)) else (y, y)
+        x[j], x[j + 1] = cute.arch.mul_packed_f32x2((x[j], x[j + 1]), both)
+
+
+@cute.jit
+def times_plus(x: cute.Tensor, y: cutlass.Constexpr, z: cute.Tensor):
+    """x <- x y + z"""
+    for j in cutlass.range_constexpr(0, cute.size(x), 2):
+        both = (y[j], y[j + 1]) if cutlass.const_expr(isinstance(y, cute.Tensor)) else (y, y)
+        x[j], x[j + 1] = cute.arch.fma_packed_f32x2((x[j], x[j + 1]), both, (z[j], z[j + 1]))

@@ -21,7 +21,7 @@ from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
 from tests.ops.cute import test_gdn as hopper
 from tests.ops.cute.test_compile import accesses_before_waiting, complaints
-from tests.ops.cute.test_gdn import D, STATE_TOLERANCE, Case
+from tests.ops.cute.test_gdn import STATE_TOLERANCE, Case, D
 from tests.support.variants import BLACKWELL_GDN
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without, without_wait
@@ -175,9 +175,10 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(device, monkeypa
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
 
 
-# Orders, races, and kernels broken on purpose. All that there is to use again is: eleven chunks of a block, of two sequences.
+# Orders, races, and kernels broken on purpose. All that there is to use again is, twelve chunks of a block, of two sequences; and
+# rows of the state are so large that they move in the window of fp16.
 
-AGAIN = Case((520, 130), by(1), gate="log")
+AGAIN = Case((520, 130), by(1), gate="log", size=1e4)
 
 
 @slow
@@ -205,3 +206,118 @@ def is_right(use, edit, orders) -> bool:
         if not (of_o < TOLERANCE[True] and of_state < STATE_TOLERANCE[True]):
             return False
     return True
+
+
+TMEM_LOAD_WAIT, TMEM_STORE_WAIT, COMMIT = (rf"tcgen05\.{what}[^;]*;" for what in ("wait::ld", "wait::st", "commit"))
+# How many of each there are, and those that nothing here notices when they are gone:
+WAITS = {
+    MBARRIER_WAIT: (23, (17,)),
+    TMEM_LOAD_WAIT: (23, (4, 5, 6, 7)),
+    TMEM_STORE_WAIT: (5, (3,)),
+    COMMIT: (5, ()),
+    NAMED_BARRIER: (4, ()),
+    BLOCK_BARRIER: (2, ()),
+    BULK_STORE_WAIT: (2, (1,)),
+}
+QUICK_WAITS = {(MBARRIER_WAIT, 6)}
+BROKEN = [
+    pytest.param(what, place, marks=[] if (what, place) in QUICK_WAITS else [slow])
+    for what, (count, kept) in WAITS.items()
+    for place in range(count)
+    if place not in kept
+]
+
+
+def test_waits_are_all_counted(use):
+    text = ptx.compiled("gdn_f16_whole", ARCH).ptx
+    assert {what: len(re.findall(what, text)) for what in WAITS} == {what: count for what, (count, _) in WAITS.items()}
+
+
+@pytest.mark.parametrize(("what", "place"), BROKEN)
+def test_every_wait_is_needed(use, what, place):
+    edit = without_wait(place) if what == MBARRIER_WAIT else without(what, place)
+    assert not is_right(use, edit, ptx.ORDERS)
+
+
+@slow
+@pytest.mark.parametrize(
+    "edit",
+    [
+        replace(r"(tcgen05\.ld[^;]*)\];", r"\1+1];", 0),
+        replace(r"(tcgen05\.st[^;]*\[%\w+)", r"\1+16", 4),
+        change(r"mov\.b32 \t%r\d+, (13\d{7});", lambda descriptor: descriptor ^ 1 << 16),
+    ],
+    ids=["scores one column on", "a window of an operand sixteen columns on", "B's major in the products"],
+)
+def test_broken_kernels_are_noticed(use, edit):
+    assert not is_right(use, edit, ("late",))
+
+
+# Which calls are its own
+
+
+TABLE = dataclasses.replace(hopper.TABLE, sm=SM)
+
+
+def made(**sizes) -> Schedule | None:
+    return schedule(dataclasses.replace(TABLE, **sizes), NUM_SMS)
+
+
+def test_many_heads_are_its_own_and_few_are_for_kdas_kernels():
+    assert made() is None and made(HV=64) is None and made(HV=1, H=1) is None
+    assert made(B=4, N=4) == by(128)
+    assert made(B=8, N=8, T=2048) == by(148)
+    assert made(N=5, HV=32, is_packed=True) is None, "160 heads for 148 SMs: most would wait for twelve"
+    assert made(B=8, N=8, options=GdnOptions(return_intermediate_states=True)) is None
+    assert made(B=8, N=8, checkpoint_dtype=torch.float32) is None
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_batch_invariant_call_is_its_own_whatever_its_size(norm):
+    options = GdnOptions(use_qk_l2norm_in_kernel=norm, batch_invariant=True)
+    for sizes in ({"T": 64}, {"HV": 4, "H": 4}, {"B": 8, "N": 8}, {"N": 5, "T": 40000, "is_packed": True}):
+        found = made(**sizes, options=options)
+        assert found is not None and found.kernel == "whole"
+
+
+@pytest.mark.parametrize("sm", BLACKWELL.targets)
+def test_the_kernels_of_a_call_are_named(sm):
+    def names(**sizes):
+        return backend.kernels("gdn_fwd", dataclasses.replace(TABLE, sm=sm, **sizes), NUM_SMS)
+
+    assert names(B=8, N=8) == ("gdn_f16_whole",)
+    assert names(B=8, N=8, options=GdnOptions()) == ("gdn_bf16_whole",)
+    assert names() == ("kda_f16_log_f32_scalar",)
+    assert names(B=8, N=8, checkpoint_dtype=torch.bfloat16) == ("kda_f16_log_f32_scalar",)
+
+
+def test_how_a_call_is_served_is_told(monkeypatch):
+    many = dataclasses.replace(TABLE, B=8, N=8)
+    assert how(many, NUM_SMS) == "one kernel, 256 heads of sequences by 148 blocks, no workspace"
+    monkeypatch.setattr(backend, "_num_sms", lambda problem: NUM_SMS)
+    assert backend.how("gdn_fwd", many) == how(many, NUM_SMS)
+    assert "segment" in backend.how("gdn_fwd", TABLE)
+
+
+# The first use on a machine
+
+
+@pytest.mark.parametrize(("sizes", "kernel"), [({"B": 8, "N": 8}, "gdn_f16_whole"), ({}, "kda_f16_log_f32_scalar")], ids=str)
+def test_the_kernel_that_takes_a_call_is_the_one_that_is_checked(monkeypatch, sizes, kernel):
+    asked = []
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    monkeypatch.setattr(self_check, "_gpu_with", lambda sm: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i=0: "NVIDIA B200")
+    monkeypatch.setattr(self_check, "_objection", lambda name, arch, gpu: asked.append((name, arch)) or "it is off")
+    assert choose("gdn_fwd", dataclasses.replace(TABLE, **sizes)).name == "triton"
+    assert asked == [(kernel, ARCH)]
+
+
+@slow
+@pytest.mark.parametrize("name", BLACKWELL_GDN)
+def test_the_comparison_at_self_check_tells_right_from_wrong(use, monkeypatch, name):
+    error = lambda: self_check.worst_error(name, torch.device("cpu"), SM)
+    assert error() < 5e-3
+    monkeypatch.setattr(gdn_self_check, "CALLS", gdn_self_check.CALLS[:1])
+    use(edit=without(TMEM_STORE_WAIT, 1))
+    assert not error() < self_check.LIMIT
