@@ -30,3 +30,4 @@ MORE_BLACKWELL_KDA = ("kda_f16_log_f32", "kda_bf16_safe_bf16", "kda_f16_softplus
 # Of Blackwell's decode kernels one of each kind.
 BLACKWELL_DECODE = ("decode_1_bf16", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
 BLACKWELL_LIGHTNING = tuple(f"lightning_{kind}" for kind in ("d128", "ends_d128", "d64", "ends_d64"))
+BLACKWELL_GDN = ("gdn_f16_whole", "gdn_bf16_whole")

@@ -16,7 +16,8 @@ from cula.core.dispatch import AnyProblem, Backend
 from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import ALL, Arch
-from cula.ops.cute.archs import ARCHS
+from cula.ops.cute.archs import ARCHS, arch_of
+from cula.ops.cute.gdn_schedule import schedule
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import loader
 
@@ -58,7 +59,7 @@ def _new_kernel(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
 def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
-    problem = _of_kernels(problem)
+    problem = _of_kernels(problem, num_sms)
     return importlib.import_module(f"cula.ops.cute.{problem.family}").kernels(op, problem, num_sms)
 
 
@@ -98,12 +99,16 @@ def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
     if isinstance(problem, KdaProblem):
         return kda.how(problem, num_sms)
-    return gdn.how(problem, num_sms) if gdn.is_own(problem) else kda.how(kda_problem(problem), num_sms)
+    return gdn.how(problem, num_sms) if gdn.is_own(problem, num_sms) else kda.how(kda_problem(problem), num_sms)
 
 
-def _of_kernels(problem: AnyProblem) -> AnyProblem:
-    """The call that the kernels serve: but on Hopper a prefill of GDN is KDA's with one gate a head."""
-    return kda_problem(problem) if isinstance(problem, GdnProblem) and problem.sm not in HOPPER.targets else problem
+def _of_kernels(problem: AnyProblem, num_sms: int | None = None) -> AnyProblem:
+    """The call that the kernels serve, on the GPU at hand where nothing else is said: a prefill of GDN that its own kernel does
+    not take is KDA's with one gate a head. On Hopper `gdn.py` hands those on, whose kernels have run there."""
+    if not isinstance(problem, GdnProblem) or problem.sm in HOPPER.targets:
+        return problem
+    num_sms = num_sms or _num_sms(problem) or arch_of(problem.sm).num_sms[-1]
+    return problem if schedule(problem, num_sms) is not None else kda_problem(problem)
 
 
 def backend_of(arch: Arch) -> Backend:

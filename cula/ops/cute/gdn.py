@@ -2,9 +2,9 @@
 """Gated DeltaNet on the CuTe kernels: what they serve, and the launches. The gradient is `gdn_bwd.py`'s, where it serves a call,
 and otherwise another backend's.
 
-Hopper has a kernel of its own: `sm90/gdn.py` says what it computes, `gdn_abi.py` what it is given, and `gdn_schedule.py`
-how a call is spread over a GPU. Elsewhere, and where states inside of sequences are kept, KDA's kernels serve, with one gate a
-head.
+Hopper and Blackwell have kernels of its own: `sm90/gdn.py` and `sm100/gdn.py` say what they compute, `gdn_abi.py` what they are
+given, and `gdn_schedule.py` how a call is spread over a GPU. Where states inside of sequences are kept, and on Blackwell where
+heads are few, KDA's kernels serve, with one gate a head.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
 from cula.ops.cute import gdn_bwd as backward
+from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.decode import yields_to
@@ -60,7 +61,6 @@ __all__ = [
     "yields_to",
 ]
 
-ARCH, HOPPER = "sm_90a", (9, 0)
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -73,9 +73,9 @@ _kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.recor
 gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
 
 
-def is_own(problem: GdnProblem) -> bool:
-    """Whether the kernel of its own serves a call, and not KDA's."""
-    return problem.sm == HOPPER and not problem.options.return_intermediate_states
+def is_own(problem: GdnProblem, num_sms: int) -> bool:
+    """Whether a kernel of its own serves a call on a GPU with so many SMs, and not KDA's."""
+    return make_schedule(problem, num_sms) is not None
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -108,30 +108,31 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
         return (backward.variant(problem),)
     if op in backward.OPS:
         return kda.kernels(op.replace("gdn", "kda"), kda_problem(problem), num_sms)
-    if not is_own(problem):
-        return kda.kernels("kda_fwd", kda_problem(problem), num_sms)
-    return (variant(problem, make_schedule(problem, num_sms)),)
+    schedule = make_schedule(problem, num_sms)
+    return kda.kernels("kda_fwd", kda_problem(problem), num_sms) if schedule is None else (variant(problem, schedule),)
 
 
 def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> Forward:
     """Outputs and, where asked for, the final state."""
-    if not is_own(problem):
+    schedule = schedule_on(problem, x.q.device)
+    if schedule is None:
         return _kda_fwd(problem, x, out)
     ht = None
     if problem.options.output_final_state:
         ht = torch.empty((problem.N, problem.HV, V, K), dtype=torch.float32, device=x.q.device)
     h0 = None if x.initial_state is None else as_states(x.initial_state)
-    return Forward(run(problem, x, schedule_on(problem, x.q.device), h0, ht, out=out), ht)
+    return Forward(run(problem, x, schedule, h0, ht, out=out), ht)
 
 
 def gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
     """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
-    if not is_own(problem):
+    schedule = schedule_on(problem, x.q.device)
+    if schedule is None:
         return _kda_fwd_pool(problem, x, pool, out)
     states, indices, has_initial_state, _ = pool
     write_to = indices.to(torch.int32).contiguous()
     read_from = write_to if has_initial_state is None else torch.where(has_initial_state, write_to, -1)
-    return run(problem, x, schedule_on(problem, x.q.device), states, states, read_from, write_to, out, pool.first_slot)
+    return run(problem, x, schedule, states, states, read_from, write_to, out, pool.first_slot)
 
 
 def run(
@@ -158,7 +159,7 @@ def run(
     tensors |= {"o": to, "h0": h0, "ht": ht, "cu": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
     addresses = GDN.pack_addresses({name: address(t) for name, t in tensors.items()})
     numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None, first_slot))
-    load(variant(p, schedule), ARCH)(*addresses, *numbers, stream_of(device))
+    load(variant(p, schedule), target_of(p.sm))(*addresses, *numbers, stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -168,25 +169,28 @@ def record_gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None)
     """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
     takes those of x and then `out`, at addresses that TMA can read, and makes o and the final state."""
     p, device = problem, x.q.device
-    if not is_own(p):
+    schedule = schedule_on(p, device)
+    if schedule is None:
         return _record_kda_fwd(problem, x, out)
     ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
-    return _record(p, x, Serving(out), (x.initial_state, ht), ht)
+    return _record(p, x, schedule, Serving(out), (x.initial_state, ht), ht)
 
 
 def record_gdn_fwd_pool(problem: GdnProblem, x: GdnInputs, pool: Pool, out: Tensor | None) -> LaunchRecord | None:
     """The same for `gdn_fwd_pool`; None where the kernel cannot read the indices as they are."""
-    if not is_own(problem):
+    schedule = schedule_on(problem, x.q.device)
+    if schedule is None:
         return _record_kda_fwd_pool(problem, x, pool, out)
     states, indices, has_initial_state, _ = pool
     if indices.dtype != torch.int32 or not indices.is_contiguous() or has_initial_state is not None:
         return None
-    return _record(problem, x, Serving(out, *pool[:3]), (states, states), None, pool.first_slot)
+    return _record(problem, x, schedule, Serving(out, *pool[:3]), (states, states), None, pool.first_slot)
 
 
 def _record(
     p: GdnProblem,
     x: GdnInputs,
+    schedule: Schedule,
     serving: Serving,
     states: tuple[Tensor | None, Tensor | None],
     ht: Tensor | None,
@@ -198,7 +202,6 @@ def _record(
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
-    schedule = schedule_on(p, device)
     size = schedule.workspace_bytes(p.N * p.HV)
     sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "A_log")}
     sources |= {"dt_bias": Source(of["dt_bias"], address(_no_bias(device, p.HV))), "cu": of["cu_seqlens"], "o": ~0}
@@ -206,7 +209,7 @@ def _record(
     sources |= {"h0": of["state_pool" if is_indexed else "initial_state"], "ht": of["state_pool"] if is_indexed else ~1}
     sources |= {"workspace": ~2 if size else None, "read_from": slots, "write_to": slots}
     numbers = _numbers(p, x, schedule, o, *states, is_indexed, first_slot)
-    launch = record(GDN, load(variant(p, schedule), ARCH), sources, numbers, tuple(_sizes(p, schedule)))
+    launch = record(GDN, load(variant(p, schedule), target_of(p.sm)), sources, numbers, tuple(_sizes(p, schedule)))
     place_of_out = None if out is None else of["out"]
     outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
     sizes = Sizes(prefill_labels(x, serving, TOKENS, p.is_packed), _resize(p, device, schedule, place_of_out, ht is not None))
@@ -222,6 +225,8 @@ def _resize(
     def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
+        if made is None:
+            return None
         size = made.workspace_bytes(other.N * HV)
         if made.kernel != schedule.kernel or bool(size) != bool(schedule.workspace_bytes(p.N * HV)):
             return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call of Gated DeltaNet is spread over a Hopper GPU: by blocks that have a whole state each, or half of one.
+"""How a call of Gated DeltaNet is spread over a GPU, and which calls its own kernels leave to KDA's.
 
-Free of cutlass, and of tensors: all of it follows from sizes.
+On Hopper blocks have a whole state each, or half of one. On Blackwell they have whole states, and few heads are left to KDA's
+kernels, which cut sequences into segments. Free of cutlass, and of tensors: all of it follows from sizes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import torch
 
 from cula.core.constants import CHUNK
 from cula.gdn.problem import GdnProblem
+from cula.ops.cute.archs import arch_of
 from cula.ops.cute.gdn_abi import WORKSPACE
+from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.tensors import sms_of
 
 # Microseconds a chunk, of a block with a whole state and of one with half of it. Only their ratio matters.
 WHOLE_US, HALF_US = 2.0, 1.3
 MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
+# On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of
+# heads over all SMs. Counted, not measured (docs/gdn-blackwell.md).
+OWN_CLOCKS, KDA_CLOCKS = 5_400, 9_400
 
 
 class Schedule(NamedTuple):
@@ -37,11 +43,26 @@ class Schedule(NamedTuple):
         return WORKSPACE.offsets(records=2 * self.pieces * heads)["end"] if self.pieces > 1 else 0
 
 
-def schedule(problem: GdnProblem, num_sms: int) -> Schedule:
-    """The schedule of a call on a GPU with so many SMs: whole states where heads fill it, otherwise as many pieces as there are
-    SMs for, and as are worth a step of the chain between them. Batch-invariant calls have the same kernel for any number of
-    heads, and sequences in one piece."""
-    p = problem
+def schedule(problem: GdnProblem, num_sms: int) -> Schedule | None:
+    """The schedule of a call on a GPU with so many SMs; None: KDA's kernels serve it, with one gate a head. They do where states
+    inside of sequences are kept."""
+    if problem.options.return_intermediate_states:
+        return None
+    return _on_blackwell(problem, num_sms) if arch_of(problem.sm) is BLACKWELL else _on_hopper(problem, num_sms)
+
+
+def _on_blackwell(p: GdnProblem, num_sms: int) -> Schedule | None:
+    """Whole states where heads fill the GPU well enough. Batch-invariant calls have the same kernel for any number of heads."""
+    heads = p.N * p.HV
+    is_slower = -(-heads // num_sms) * num_sms * OWN_CLOCKS > heads * KDA_CLOCKS
+    if p.checkpoint_dtype is not None or (is_slower and not p.options.batch_invariant):
+        return None
+    return Schedule(blocks=min(heads, num_sms))
+
+
+def _on_hopper(p: GdnProblem, num_sms: int) -> Schedule:
+    """Whole states where heads fill the GPU, otherwise as many pieces as there are SMs for, and as are worth a step of the chain
+    between them. Batch-invariant calls have the same kernel for any number of heads, and sequences in one piece."""
     heads = p.N * p.HV
     if p.options.batch_invariant:
         return Schedule(blocks=min(heads, num_sms)) if p.options.use_qk_l2norm_in_kernel else Schedule(blocks=0, pieces=1)
@@ -54,8 +75,9 @@ def schedule(problem: GdnProblem, num_sms: int) -> Schedule:
 
 
 def how(problem: GdnProblem, num_sms: int) -> str:
-    """What a call does on a GPU, for `cula.explain`."""
+    """What a call that is not KDA's does on a GPU, for `cula.explain`."""
     made, heads = schedule(problem, num_sms), problem.N * problem.HV
+    assert made is not None
     if made.blocks:
         return f"one kernel, {heads} heads of sequences by {made.blocks} blocks, no workspace"
     if made.pieces == 1:
@@ -65,6 +87,6 @@ def how(problem: GdnProblem, num_sms: int) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def schedule_on(problem: GdnProblem, device: torch.device) -> Schedule:
+def schedule_on(problem: GdnProblem, device: torch.device) -> Schedule | None:
     """The schedule of a call on a GPU of this machine."""
     return schedule(problem, sms_of(device))

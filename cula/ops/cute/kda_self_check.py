@@ -105,7 +105,7 @@ def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
     """Between the kernel and the torch backend, of each tensor that a call writes."""
     from cula.ops.torch.kda import kda_fwd
 
-    pool = make_pool(x) if call.on_pool else None
+    pool = make_pool(x.initial_state) if call.on_pool else None
     if pool is not None:
         x = x._replace(initial_state=torch.where(has_slot(pool)[:, None, None, None], pool.states[pool.indices].float(), 0.0))
     want = kda_fwd(p, x)
@@ -125,11 +125,11 @@ def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
     return [relative_difference(got, right) for got, right in pairs]
 
 
-def make_pool(x: KdaInputs) -> Pool:
+def make_pool(initial_state: Tensor | None) -> Pool:
     """A pool with the first states of a call, of which the second sequence has no slot; its slot 0 is nobody's."""
-    assert x.initial_state is not None
-    N = x.initial_state.shape[0]
-    states = torch.cat([x.initial_state.flip(0), x.initial_state[:1]]).to(torch.float16)
+    assert initial_state is not None
+    N = initial_state.shape[0]
+    states = torch.cat([initial_state.flip(0), initial_state[:1]]).to(torch.float16)
     indices = torch.arange(N, 0, -1, dtype=torch.int32, device=states.device)
     indices[1] = 0
     return Pool(states, indices, None, null_is_nonpositive=True)

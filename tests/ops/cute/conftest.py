@@ -14,8 +14,8 @@ for arch, groups in {
         variants.HOPPER_LIGHTNING, variants.HOPPER_LIGHTNING_BWD, variants.HOPPER_DECODE, variants.DECODE_STEPS,
     ),
     "sm_100a": (
-        variants.BLACKWELL_KDA, variants.MORE_BLACKWELL_KDA, variants.BLACKWELL_LIGHTNING, variants.BLACKWELL_DECODE,
-        variants.DECODE_STEPS,
+        variants.BLACKWELL_KDA, variants.MORE_BLACKWELL_KDA, variants.BLACKWELL_GDN, variants.BLACKWELL_LIGHTNING,
+        variants.BLACKWELL_DECODE, variants.DECODE_STEPS,
     ),
 }.items():  # fmt: skip
     for names in groups:

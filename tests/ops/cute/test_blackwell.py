@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Blackwell serves of what Hopper does, without kernels of its own for it: Gated DeltaNet, on KDA's kernels with one gate a
-head. Calls go through the functions that dispatch names, in the simulator."""
+"""What Blackwell serves of what Hopper does, without kernels of its own for it: Gated DeltaNet of few heads, on KDA's kernels
+with one gate a head. Calls go through the functions that dispatch names, in the simulator."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ import torch
 from cula.core.dispatch import IN_PLACE, choose_prefill
 from cula.core.kernels import Pool
 from cula.ops.cute import gdn, kda
+from cula.ops.cute.gdn_schedule import schedule as gdn_schedule
 from cula.ops.cute.kda_schedule import schedule
 from cula.ops.cute.toolchain import loader
 from cula.reference import relative_error
@@ -23,6 +24,7 @@ D, NUM_SMS = 128, 148
 @pytest.fixture
 def on_blackwell(interpreted, monkeypatch):  # noqa: F811
     monkeypatch.setattr(kda, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
+    monkeypatch.setattr(gdn, "schedule_on", lambda problem, device: gdn_schedule(problem, NUM_SMS))
 
 
 GDN = [

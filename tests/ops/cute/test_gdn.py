@@ -284,10 +284,9 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
     assert (choose("gdn_fwd", p).name == "cute_sm90") == (reason is None)
 
 
-def test_states_inside_of_sequences_and_other_gpus_are_for_kdas_kernels():
-    assert gdn.is_own(TABLE)
-    assert not gdn.is_own(dataclasses.replace(TABLE, options=GdnOptions(return_intermediate_states=True)))
-    assert not gdn.is_own(dataclasses.replace(TABLE, sm=(10, 0)))
+def test_states_inside_of_sequences_are_for_kdas_kernels():
+    assert gdn.is_own(TABLE, NUM_SMS)
+    assert not gdn.is_own(dataclasses.replace(TABLE, options=GdnOptions(return_intermediate_states=True)), NUM_SMS)
 
 
 # Recorded calls

@@ -7,18 +7,28 @@ them.
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.fragments import corner, flat, round_tf32
+from cula.ops.cute.common.fragments import corner, flat, lane_address, round_tf32, store_matrix
 from cula.ops.cute.common.tiles import F32, I32, TF32
 
 PITCH = 20  # floats a row of a 16x16 block in shared memory: rows of whole 16 bytes, and 8 rows of 8 bytes meet no bank twice
+# The tensor cores drop the low 13 bits of a float32 operand, on average 0.72 * 2^-11 of it. Given back here, as an exponent, what
+# is left is the error of rounding, without an instruction for each.
+UNBIASED = math.log2(1.0 + 0.72 * 2.0**-11)
 
 
 def blocks(n):
     """The layout of n blocks in shared memory."""
     return cute.make_layout((16, 16, n), stride=(PITCH, 1, 16 * PITCH))
+
+
+def work_of(t, which, n):
+    """The n blocks of one of several preparers, that lie one behind the other."""
+    return cute.make_tensor(t.iterator + which * (n * 16 * PITCH), blocks(n))
 
 
 @cute.jit
@@ -118,3 +128,15 @@ def inverse_columns(
                 cols[e + 8 * d] = -last[e]
             round_tf32(flat(cols, 8 * d, 8))
             round_block(out, cols, d, by_row)
+
+
+@cute.jit
+def place_inverse(columns: cute.Tensor, to: cute.Tensor, wid: I32, lane: I32):
+    """Our rows of T^T to a tile in shared memory."""
+    at, nothing = lane_address(to, wid, lane), cute.make_rmem_tensor((8,), to.element_type)
+    nothing.fill(0.0)
+    for d in cutlass.range_constexpr(4):
+        if wid + d < 4:
+            store_matrix(flat(columns, 8 * d, 8), at ^ 32 * (wid + d))
+        if d > 0 and wid >= d:
+            store_matrix(nothing, at ^ 32 * (wid - d))

@@ -9,7 +9,12 @@ BLACKWELL = Arch(
     name="sm100",
     title="Blackwell",
     targets={(10, 0): "sm_100a", (10, 3): "sm_103a"},
-    modules={"kda": ("sm100.kda",), "lightning": ("sm100.lightning",), "decode": ("sm100.decode",)},
+    modules={
+        "kda": ("sm100.kda",),
+        "gdn": ("sm100.gdn",),
+        "lightning": ("sm100.lightning",),
+        "decode": ("sm100.decode",),
+    },
     serves=("kda", "gdn", "lightning", "decode"),
     summary="hand-tuned kernels for Blackwell, CuTe DSL; never run on hardware: check themselves at first use",
     num_sms=(148,),  # B200

@@ -7,7 +7,15 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
+from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.tiles import F32, I32
+
+
+@cute.jit
+def afresh(thread: I32):
+    """Its number in its warpgroup, which the compiler does not know: what follows from it, addresses and masks, is not kept in
+    registers around a loop."""
+    return cute.arch.shuffle_sync(thread, cute.arch.lane_idx()) & 127
 
 
 def rows_at(t, at, r, c, width=1):
@@ -35,6 +43,32 @@ def put_row(pieces_of_row, x):
     """Registers to some pieces of a row."""
     for i, to in enumerate(pieces_of_row):
         cute.autovec_copy(cute.make_tensor(x.iterator + 8 * i, cute.make_layout(8)), to)
+
+
+def address_of_row(t, at, r):
+    """Where row r of the tile number `at` of t [rows, columns, tiles], 16 bits, swizzled by 128 bytes, is in shared memory.
+
+    `piece_address` has its pieces of 16 bytes. So a row costs one register, which changes with the tile, and not one for each
+    piece, which the compiler would make before a loop over tiles and keep.
+    """
+    rows, columns = (cute.size(n) for n in t.shape[:2])
+    return I32(t.iterator.toint()) + at * (2 * rows * columns) + 128 * r + 16 * (r % 8)
+
+
+def piece_address(t, of_row, p):
+    """Of piece p of a row."""
+    return (of_row ^ 16 * (p % 8)) + 128 * cute.size(t.shape[0]) * (p // 8)
+
+
+def address_of_column(t, at, c):
+    """The same of column c."""
+    rows, columns = (cute.size(n) for n in t.shape[:2])
+    return I32(t.iterator.toint()) + at * (2 * rows * columns) + c // 64 * (128 * rows) + 2 * (c % 64)
+
+
+def entry_at(of_column, row, dtype):
+    """What a column has in a row."""
+    return shared_at((of_column ^ 16 * (row % 8)) + 128 * row, dtype, 1, 2)
 
 
 def pieces(x):
@@ -102,3 +136,22 @@ def keep_in_range(S: cute.Tensor, top: F32, factor: cute.Tensor):
         for j in cutlass.range_constexpr(cute.size(S)):
             S[j] = S[j] * move
         factor[0] = factor[0] * move
+
+
+# Two float32 by one instruction, which the compiler does not find by itself
+
+
+@cute.jit
+def times(x: cute.Tensor, y: cutlass.Constexpr):
+    """x <- x y, of a number or as many as there are of x."""
+    for j in cutlass.range_constexpr(0, cute.size(x), 2):
+        both = (y[j], y[j + 1]) if cutlass.const_expr(isinstance(y, cute.Tensor)) else (y, y)
+        x[j], x[j + 1] = cute.arch.mul_packed_f32x2((x[j], x[j + 1]), both)
+
+
+@cute.jit
+def times_plus(x: cute.Tensor, y: cutlass.Constexpr, z: cute.Tensor):
+    """x <- x y + z"""
+    for j in cutlass.range_constexpr(0, cute.size(x), 2):
+        both = (y[j], y[j + 1]) if cutlass.const_expr(isinstance(y, cute.Tensor)) else (y, y)
+        x[j], x[j + 1] = cute.arch.fma_packed_f32x2((x[j], x[j + 1]), both, (z[j], z[j + 1]))

@@ -48,6 +48,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, Scattered, States, of_states
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -66,7 +67,7 @@ from cula.ops.cute.common.tiles import (
 from cula.ops.cute.gdn_abi import GDN, STATE, WORKSPACE
 from cula.ops.cute.toolchain.variants import Variant
 
-from .gdn_items import GateInputs, GdnTma, GdnVariant, Handed, Items, Scalars, Scattered, States
+from .gdn_items import GdnVariant, Handed
 from .gdn_output import output_role
 from .gdn_prepare import prepare_role
 from .gdn_segments import plan_piece
@@ -76,7 +77,6 @@ from .gdn_state import state_role
 THREADS, LAUNCH_REGISTERS = 512, 128
 # Of roles, in the order above, by parts: 512 in all.
 REGISTERS = {2: (160, 112, 80), 1: (176, 160, 88)}
-MAX_SLOTS = 1 << 30  # of a pool, as far as a layout must say
 
 
 class GdnMmas(NamedTuple):
@@ -168,12 +168,6 @@ def clear_kernel(done: cute.Tensor):
     tid, _, _ = cute.arch.thread_idx()
     for i in cutlass.range(tid, cute.size(done), 128, unroll=1):
         done[i] = I32(0)
-
-
-def of_states(address: Any, slot: Any, HV: Any) -> tuple[Any, ...]:
-    """[slots, HV, dv, dk] of each kind, any number of slots. Read and written in pairs: a slot's stride is even."""
-    layout = cute.make_layout((MAX_SLOTS, HV, 128, 128), stride=(cute.assume(slot, divby=2), STATE, 128, 1))
-    return tuple(cute.make_tensor(at_address(dtype, address, dtype.width // 4), layout) for dtype in (F32, BF16, F16))
 
 
 @cute.jit

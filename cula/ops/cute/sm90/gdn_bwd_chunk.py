@@ -47,6 +47,7 @@ from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fp16_window import inverse_of
 from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.gate import exp2, inverse_norm, sigmoid, to_log2
+from cula.ops.cute.common.gdn_vectors import GONE, scan, softplus2
 from cula.ops.cute.common.kda_intra import load_tiles
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -66,7 +67,6 @@ from cula.ops.cute.common.varlen_index import find_sequence
 from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS, SHARES
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
-from cula.ops.cute.sm90.gdn_prepare import GONE, scan, softplus2
 from cula.ops.cute.sm90.kda_bwd_chunk import (
     find_largest,
     largest_of,

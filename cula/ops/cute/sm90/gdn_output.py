@@ -13,16 +13,18 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
+from cula.ops.cute.common.barriers import arrive
 from cula.ops.cute.common.fragments import flat, lane_address, load_matrix, shared_at, widen
 from cula.ops.cute.common.gate import exp2, inverse_norm
+from cula.ops.cute.common.gdn_items import whole_plan
+from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, read_pairs
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, issue, rounded, rows_and_columns, seen_as_a, tma_split
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_rows, copy_tile
 
-from .gdn_items import read_pairs, whole_plan
 from .gdn_prepare import HALF
 from .gdn_segments import begin_map, share_map
-from .gdn_smem import STRENGTH, SUM, Barrier, arrive
+from .gdn_smem import Barrier
 from .gdn_state import make_walker, state_step, store_tile
 
 

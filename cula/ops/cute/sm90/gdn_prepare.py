@@ -10,29 +10,24 @@ wgmma, of which warp w has rows 16 w .. 16 w + 15; a decay is one number for an 
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
-from cula.core.constants import LOG2_E
-from cula.ops.cute.common.fragments import flat, lane_address, shared_at, store_matrix, widen
-from cula.ops.cute.common.gate import exp2, inverse_norm, log2, sigmoid, to_log2
-from cula.ops.cute.common.inverse import below, inverse_columns, inverse_pair
+from cula.ops.cute.common.fragments import flat, shared_at, widen
+from cula.ops.cute.common.gate import exp2, inverse_norm
+from cula.ops.cute.common.gdn_items import whole_plan
+from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, Ahead, gate_of, read_ahead, read_pairs, write_vectors
+from cula.ops.cute.common.inverse import UNBIASED, below, inverse_columns, inverse_pair, place_inverse, work_of
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, issue, rows_and_columns
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile
 
-from .gdn_items import number_in, read_pairs, whole_plan, word_at
-from .gdn_smem import DECAY, INTO_STATE, POWER, STRENGTH, SUM, Barrier, work_of
+from .gdn_smem import Barrier
 
-GONE = -128.0  # log2 of a token's decay; what is faster is 0 in float32 all the same, and sums of it keep their digits
-# The tensor cores drop the low 13 bits of a float32 operand, on average 0.72 * 2^-11 of it. Given back here, as an exponent, what
-# is left is the error of rounding, without an instruction for each.
-UNBIASED = math.log2(1.0 + 0.72 * 2.0**-11)
 HALF = 8192  # bytes between the halves of a [64, 128] tile
 
 
@@ -98,18 +93,6 @@ def prepare_head(
     return n0 + end - plan.start
 
 
-class Ahead(NamedTuple):
-    """What the vectors of a head's next chunk are made from."""
-
-    gates: Any
-    scalars: Any
-    raw_g: Any  # [2], of the next chunk, which is on its way
-    raw_b: Any
-    a: Any  # of the gate
-    bias: Any
-    plan: Any
-
-
 @cute.jit
 def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n: I32):
     """Keys of a chunk, the n-th of this block, are to come. By a warp."""
@@ -118,99 +101,6 @@ def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + stage, TILE_BYTES)
     copy_tile(of_k, chunk, stage, bars.k_full + stage)
-
-
-# Gates and write strengths: lane l has tokens 2 l and 2 l + 1, in each of the warps
-
-
-@cute.jit
-def gate_of(gates: cutlass.Constexpr, scalars: cutlass.Constexpr, hv: I32):
-    """e^A_log and the bias of a head."""
-    a, bias = F32(0.0), F32(0.0)
-    if scalars.has_gate == 1:
-        a, bias = cute.math.exp2(to_log2(gates.A_log[hv])), gates.dt_bias[hv]
-    return a, bias
-
-
-@cute.jit
-def token_of(plan: cutlass.Constexpr, chunk: I32, i: cutlass.Constexpr):
-    return plan.begin + cutlass.min(chunk * 64 + 2 * cute.arch.lane_idx() + i, plan.tokens - 1)
-
-
-@cute.jit
-def read_words(m: cutlass.Constexpr, words: cute.Tensor, plan: cutlass.Constexpr, chunk: I32):
-    """The words that numbers of our two tokens of a chunk are in; nobody waits for them yet."""
-    for i in cutlass.range_constexpr(2):
-        words[i] = word_at(m, token_of(plan, chunk, i), plan.hv)
-
-
-@cute.jit
-def softplus2(x: F32):
-    """log2(1 + e^x). Its tail, log2(1 + y), by a series where 1 + y would lose digits of y: slow gates are made of it."""
-    y = exp2(cute.arch.fmax(x, -x) * F32(-LOG2_E))
-    series = y * (F32(1.0) - y * (F32(0.5) - y * (F32(1.0 / 3.0) - y * (F32(0.25) - y * F32(0.2)))))
-    tail = to_log2(series) if y < F32(0.06) else log2(F32(1.0) + y)
-    return to_log2(cute.arch.fmax(x, F32(0.0))) + tail
-
-
-@cute.jit
-def log_decays(m: cutlass.Constexpr, words: cute.Tensor, plan: cutlass.Constexpr, chunk: I32, has_gate: I32, a: F32, bias: F32):
-    """log2 decays of our two tokens of a chunk; zero past the end."""
-    x, left = cute.make_rmem_tensor((2,), F32), plan.tokens - chunk * 64
-    for i in cutlass.range_constexpr(2):
-        number = number_in(words[i], m, token_of(plan, chunk, i), plan.hv)
-        x[i] = to_log2(number)
-        if has_gate == 1:
-            x[i] = -a * softplus2(number + bias)
-        x[i] = cute.arch.fmax(x[i], F32(GONE)) if 2 * cute.arch.lane_idx() + i < left else F32(0.0)
-    return x
-
-
-@cute.jit
-def scan(x: F32, is_forward: cutlass.Constexpr):
-    """The sum of the lanes before this one, or of those behind it."""
-    lane, total = cute.arch.lane_idx(), x
-    for step in cutlass.range_constexpr(5):
-        by = 1 << step if cutlass.const_expr(is_forward) else -(1 << step)
-        other = cute.arch.shuffle_sync(total, (lane - by) & 31)
-        total += other if lane - by >= 0 and lane - by < 32 else F32(0.0)
-    by = 1 if cutlass.const_expr(is_forward) else -1
-    other = cute.arch.shuffle_sync(total, (lane - by) & 31)
-    return other if lane - by >= 0 and lane - by < 32 else F32(0.0)
-
-
-@cute.jit
-def read_ahead(ahead: cutlass.Constexpr, chunk: I32, wid: I32):
-    """What the warps that write vectors need of a chunk."""
-    if wid >= 2:
-        read_words(ahead.gates.g, ahead.raw_g, ahead.plan, chunk)
-        read_words(ahead.gates.beta, ahead.raw_b, ahead.plan, chunk)
-
-
-@cute.jit
-def write_vectors(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32, wid: I32):
-    """Of a chunk, the n-th of the block. Warp 2: G, f, and the decay of the whole chunk. Warp 3: r b and b."""
-    lane, place, left = cute.arch.lane_idx(), n & 7, ahead.plan.tokens - chunk * 64
-    if wid >= 2:
-        x = log_decays(ahead.gates.g, ahead.raw_g, ahead.plan, chunk, ahead.scalars.has_gate, ahead.a, ahead.bias)
-        if wid == 2:
-            total = scan(x[0] + x[1], True)
-            for i in cutlass.range_constexpr(2):
-                total += x[i]
-                vectors[SUM + 2 * lane + i, place] = total
-                vectors[POWER + 2 * lane + i, place] = exp2(total)
-            if lane == 31:
-                vectors[DECAY, place] = exp2(total)
-        else:
-            after, beta_top = scan(x[0] + x[1], False), ahead.scalars.beta_top
-            for i in cutlass.range_constexpr(1, -1, -1):
-                b = number_in(ahead.raw_b[i], ahead.gates.beta, token_of(ahead.plan, chunk, i), ahead.plan.hv)
-                if beta_top > F32(0.0):  # beta is raw
-                    b = beta_top * sigmoid(b)
-                b = b if 2 * lane + i < left else F32(0.0)
-                vectors[STRENGTH + 2 * lane + i, place] = b
-                vectors[INTO_STATE + 2 * lane + i, place] = b * exp2(after)
-                after += x[i]
 
 
 # Keys
@@ -331,15 +221,3 @@ def place_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, sA: cute
                         is_kept = block < wid or 8 * nb + 2 * c + e < r + 8 * i
                         two[e] = A[i, 4 * block + 2 * nb + e] if is_kept else F32(0.0)
                     cute.autovec_copy(two, cute.local_tile(to, (1, 2), (r + 8 * i, 4 * nb + c)))
-
-
-@cute.jit
-def place_inverse(columns: cute.Tensor, to: cute.Tensor, wid: I32, lane: I32):
-    """Our rows of T^T to a tile in shared memory."""
-    at, nothing = lane_address(to, wid, lane), cute.make_rmem_tensor((8,), to.element_type)
-    nothing.fill(0.0)
-    for d in cutlass.range_constexpr(4):
-        if wid + d < 4:
-            store_matrix(flat(columns, 8 * d, 8), at ^ 32 * (wid + d))
-        if d > 0 and wid >= d:
-            store_matrix(nothing, at ^ 32 * (wid - d))

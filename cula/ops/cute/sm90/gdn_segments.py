@@ -23,16 +23,17 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
+from cula.ops.cute.common.barriers import arrive
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
 from cula.ops.cute.common.fragments import flat
+from cula.ops.cute.common.gdn_items import Plan, sequence_of
+from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
 from cula.ops.cute.sm90.kda_fused_smem import send
 
-from .gdn_items import Plan, sequence_of
-from .gdn_prepare import gate_of, log_decays, read_words
-from .gdn_smem import WARPS, Barrier, arrive
+from .gdn_smem import WARPS, Barrier
 
 MAX_WARM_UP = 4  # chunks
 FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped; keys in 16 bits are not quite of length 1

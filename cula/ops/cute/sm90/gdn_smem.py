@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.inverse import PITCH, blocks
+from cula.ops.cute.common.gdn_vectors import VECTOR_STAGES, VECTORS
+from cula.ops.cute.common.inverse import blocks
 from cula.ops.cute.common.tiles import F16, F32, I32, allocate_tile, tile_at, tile_layout
 
-KEY_STAGES, VECTOR_STAGES, WARPS = 4, 8, 16
-BLOCK = 16 * PITCH  # floats of a 16x16 block
-# A chunk's vectors, one behind the other: log2 decays summed up, their powers, factors of E in the state and in P; all its decay.
-SUM, POWER, INTO_STATE, STRENGTH, DECAY, VECTORS = 0, 64, 128, 192, 256, 264
+KEY_STAGES, WARPS = 4, 16
 
 
 class Barrier(enum.IntEnum):
@@ -37,7 +35,7 @@ class Smem(NamedTuple):
     E: Any  # [64 dv, 64 tokens, parts]
     T: Any  # [64 i, 64 t, 2]: transposed
     o: Any  # [64 tokens, 64 dv, parts]
-    vectors: Any  # [VECTORS, VECTOR_STAGES]: so many that those of a chunk ahead need not wait
+    vectors: Any  # [VECTORS, VECTOR_STAGES]
     unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
     below: Any  # A below the diagonal, by blocks, of each preparer
     diagonal: Any
@@ -110,23 +108,3 @@ def init_barriers(bars: Bars, parts: int) -> None:
     for bar, counts in zip(bars, arrivals(parts)):
         for i, count in enumerate(counts):
             cute.arch.mbarrier_init(bar + i, count)
-
-
-def work_of(t: Any, which: Any, n: int) -> Any:
-    """The n blocks of one preparer."""
-    return cute.make_tensor(t.iterator + which * (n * BLOCK), blocks(n))
-
-
-@cute.jit
-def arrive(bar: cute.Pointer):
-    """This warp has done it: after all its lanes have."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bar)
-
-
-@cute.jit
-def publish(bar: cute.Pointer):
-    """The same for what it has written, which products are to read."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    arrive(bar)

@@ -15,7 +15,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from cula.ops.cute.common.barriers import arrive, publish
 from cula.ops.cute.common.fp16_window import inverse_of
+from cula.ops.cute.common.gdn_items import slot_of, whole_plan
+from cula.ops.cute.common.gdn_vectors import DECAY, INTO_STATE, POWER, read_pairs
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -31,9 +34,7 @@ from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import keep_in_range, unscale_rows
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile, load_v
 
-from .gdn_items import read_pairs, whole_plan
 from .gdn_segments import chain, hand_on
-from .gdn_smem import DECAY, INTO_STATE, POWER, arrive, publish
 
 
 class Walker(NamedTuple):
@@ -247,16 +248,6 @@ def store_tile(mma: Any, thread: Any, x: Any, to: Any) -> None:
 
 
 # States in memory
-
-
-@cute.jit
-def slot_of(slots: cute.Tensor, scalars: cutlass.Constexpr, seq: I32):
-    """Of a sequence; negative where it has none."""
-    slot = seq
-    if scalars.is_indexed == 1:
-        given = slots[seq]
-        slot = given if given >= scalars.first_slot and given < scalars.num_slots else I32(-1)
-    return slot
 
 
 @cute.jit

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on Blackwell: one kernel, with nothing in global memory but inputs and outputs; S stays in tensor memory.
+
+Never run on a GPU: compiled, and its PTX run on a CPU (docs/gdn-blackwell.md).
+
+The maths is that of Hopper's kernel (`sm90/gdn.py`). A chunk of 64 tokens of a value head, with log2 decays summed from its start
+(G_t; G_C over all of it), write strengths b, unit keys and queries k, q, and the state S [128 dk, 128 dv] in float32:
+
+    f = 2^G    r = 2^(G_C - G)    D[t, i] = 2^(G_t - G_i), i <= t               factors, all at most 1
+    [A; P] = [strict(k k^T D) b; lower(q k^T D) b]     T = (I + A)^-1           one product for both, b on the columns
+    R = k S    Y = v - f R    E = T Y    S <- 2^G_C S + k^T (r b E)             the chain
+    o = scale (f (q S) + P E)
+
+Keys and queries lie below each other, so that their scores are one product of 128 rows, of which a thread has one. All other
+products are transposed, S^T [128 dv, 128 dk]: lane = row dv, A in tensor memory, where one thread a row puts it. Rows dv do not
+mix, so what a thread does to its row needs no other thread.
+
+| warps      | role                                                                                    | registers |
+|------------|-----------------------------------------------------------------------------------------|-----------|
+| 0          | `load_keys`: TMA loads of k and q; allocates tensor memory                              | 24        |
+| 1          | `mma_role`: issues the products of the chain and of the output                          | 24        |
+| 2          | `scores_role`: issues those of scores                                                   | 24        |
+| 3          | `load_values`: TMA loads of v                                                           | 24        |
+| 4-7        | `rows_role` (gdn_rows): S to 16 bits and its decay, Y, E to 16 bits; states             | 168       |
+| 8-11       | `output_role` (gdn_output): adds up o, over the shared memory of q to global memory     | 112       |
+| 12-15, -19 | `prepare_role` (gdn_prepare): k and q as operands, factors, T and P; every other chunk each | 88    |
+
+| barrier    | arrives            | waits            | says                                                               |
+|------------|--------------------|------------------|--------------------------------------------------------------------|
+| full[4]    | TMA                | 12-19            | k and q of a chunk have come                                       |
+| ready[4]   | 12-19              | 1, 2, 4-7, 8-11  | they are operands, and the chunk's vectors are in place            |
+| empty[4]   | 8-11               | 0                | all have read both, and o, that took the place of q, has left      |
+| v_full[2]  | TMA                | 4-7              | v has come                                                         |
+| v_empty[2] | 4-7                | 3                | it has been read                                                   |
+| a_done[2]  | 2 (commit)         | 12-19            | scores, for each preparer                                          |
+| a_free     | 12-19              | 2                | they have been read                                                |
+| t_ready[2] | 12-19              | 1                | T and P are operands                                               |
+| s_ready[2] | 4-7                | 1, 8-11          | S is an operand (and the rows' units are there)                    |
+| r_done     | 1 (commit)         | 4-7              | R                                                                  |
+| y_ready    | 4-7                | 1                | Y is an operand; the decayed S is in place                         |
+| e_done     | 1 (commit)         | 4-7              | E                                                                  |
+| w_ready    | 4-7                | 1                | r b E is an operand                                                |
+| e_ready    | 4-7                | 1                | E is one                                                           |
+| s_done     | 1 (commit)         | 4-7              | S after the chunk                                                  |
+| o_done[2]  | 1 (commit)         | 8-11, 12-19      | both parts of o, and so everything of the chunk; T and P are free  |
+| o_free     | 8-11               | 1                | they have been read                                                |
+
+| tensor memory                            | columns   | | shared memory              | bytes  |
+|------------------------------------------|-----------|-|----------------------------|--------|
+| S                                        | 0 - 127   | | k, q, then o: four stages  | 128 K  |
+| S in 16 bits                             | 128 - 191 | | v: two stages              | 32 K   |
+| R, then Y in 16 bits                     | 192 - 255 | | T, P: two of each          | 32 K   |
+| E, then r b E and E in 16 bits           | 256 - 319 | | A, to be inverted, two     | 25 K   |
+| q S                                      | 320 - 383 | | vectors of eight chunks    | 8.25 K |
+| P E                                      | 384 - 447 | | units of rows, two         | 1 K    |
+| scores                                   | 448 - 511 | |                            |        |
+
+The precision is `dtype`: fp16 operands where keys and queries are normalised here, rows of the state then run in the window of
+`common/fp16_window.py`; bf16 otherwise. Blocks take heads of sequences in turns: few heads leave SMs without work, and KDA's
+kernels, with segments, serve those (`gdn_schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.cute.nvgpu import cpasync, warp
+
+from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, Scattered, States, of_states
+from cula.ops.cute.common.tiles import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    K_MAJOR,
+    MN_MAJOR,
+    at_address,
+    by_head,
+    of_tokens,
+    tile_layout,
+    tma_load,
+    tma_store,
+)
+from cula.ops.cute.gdn_abi import GDN
+from cula.ops.cute.toolchain.variants import Variant
+
+from .gdn_issue import load_keys, load_values, mma_role, scores_role
+from .gdn_output import output_role
+from .gdn_prepare import prepare_role
+from .gdn_rows import rows_role
+from .gdn_smem import Mbarriers, Storage, allocate, init_mbarriers, mbarriers_at
+from .tmem import COLUMNS, after_sync, before_sync, umma, umma_of_tiles
+
+THREADS, LAUNCH_REGISTERS = 640, 96
+# Of the roles' threads: 480 in all, of five warpgroups.
+ISSUE_REGISTERS, ROW_REGISTERS, OUTPUT_REGISTERS, PREPARE_REGISTERS = 24, 168, 112, 88
+
+
+class Mmas(NamedTuple):
+    """Products, by their results."""
+
+    scores: Any  # [128, 64], both operands in shared memory
+    x: Any  # [128 dv, 64] of a K-major tile, A in tensor memory like those below
+    t: Any  # [128 dv, 64] of an MN-major tile
+    s: Any  # [128 dv, 128] of an MN-major tile
+    tf32: Any  # of a warp, for the inverse
+
+
+def gdn_mmas(dtype: Any) -> Mmas:
+    return Mmas(
+        umma_of_tiles(64, K_MAJOR, K_MAJOR, dtype),
+        umma(64, K_MAJOR, dtype),
+        umma(64, MN_MAJOR, dtype),
+        umma(128, MN_MAJOR, dtype),
+        cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1)),
+    )
+
+
+class Block(NamedTuple):
+    """What the roles of a block share."""
+
+    tma: GdnTma
+    mO: Any  # [T, 128, HV]
+    gates: GateInputs
+    states: States
+    scalars: Scalars
+    items: Items
+    mmas: Mmas
+    storage: Storage
+    bars: Mbarriers
+    tmem: Any
+    dtype: Any
+
+    @property
+    def is_f16(self) -> bool:
+        return self.dtype is F16
+
+
+@cute.kernel
+def gdn_kernel(
+    tma: GdnTma,
+    mO: cute.Tensor,
+    gates: GateInputs,
+    states: States,
+    scalars: Scalars,
+    items: Items,
+    mmas: Mmas,
+    dtype: cutlass.Constexpr,
+):
+    storage = allocate(dtype)
+    bars = mbarriers_at(storage.bars)
+    warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp_id == 0:
+        cute.arch.alloc_tmem(COLUMNS, storage.tmem)
+        cute.arch.relinquish_tmem_alloc_permit()
+        with cute.arch.elect_one():
+            init_mbarriers(bars)
+        for of in tma:
+            cpasync.prefetch_descriptor(of.atom)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
+    before_sync()
+    cute.arch.sync_threads()
+    after_sync()
+    tmem = cute.arch.retrieve_tmem_ptr(F32, 16, storage.tmem)
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warpgroup_id = cute.arch.make_warp_uniform(tid // 128)
+    thread = tid % 128  # in its warpgroup: the lane of tensor memory that it sees
+    ours = items._replace(first=block)  # their step is an argument, not the size of the grid: that takes no register
+    x = Block(tma, mO, gates, states, scalars, ours, mmas, storage, bars, tmem, dtype)
+    if warpgroup_id == 0:
+        cute.arch.setmaxregister_decrease(ISSUE_REGISTERS)
+        if warp_id == 0:
+            load_keys(x)
+        elif warp_id == 1:
+            mma_role(x)
+        elif warp_id == 2:
+            scores_role(x)
+        else:
+            load_values(x)
+    elif warpgroup_id == 1:
+        cute.arch.setmaxregister_increase(ROW_REGISTERS)
+        rows_role(x, thread)
+    elif warpgroup_id == 2:
+        set_registers(OUTPUT_REGISTERS)
+        output_role(x, thread)
+    else:
+        set_registers(PREPARE_REGISTERS)
+        prepare_role(x, thread, warpgroup_id - 3)
+    before_sync()
+    cute.arch.sync_threads()
+    after_sync()
+    if warp_id == 0:
+        cute.arch.dealloc_tmem(tmem, COLUMNS)
+
+
+def set_registers(n: int) -> None:
+    """From what a launch gives each thread."""
+    if n > LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_increase(n)
+    elif n < LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_decrease(n)
+
+
+@cute.jit
+def gdn_host(
+    q: Int64,
+    k: Int64,
+    v: Int64,
+    g: Int64,
+    beta: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    o: Int64,
+    h0: Int64,
+    ht: Int64,
+    cu: Int64,
+    read_from: Int64,
+    write_to: Int64,
+    workspace: Int64,
+    q_token: Int64,
+    q_head: Int64,
+    k_token: Int64,
+    k_head: Int64,
+    v_token: Int64,
+    v_head: Int64,
+    g_token: Int64,
+    g_head: Int64,
+    beta_token: Int64,
+    beta_head: Int64,
+    o_token: Int64,
+    o_head: Int64,
+    h0_slot: Int64,
+    ht_slot: Int64,
+    T: I32,
+    N: I32,
+    H: I32,
+    HV: I32,
+    scale: F32,
+    beta_top: F32,
+    g_bits: I32,
+    beta_bits: I32,
+    has_gate: I32,
+    h0_kind: I32,
+    ht_kind: I32,
+    is_indexed: I32,
+    first_slot: I32,
+    num_slots: I32,
+    length: I32,
+    blocks: I32,
+    pieces: I32,
+    stream,
+    dtype: cutlass.Constexpr,
+):
+    """The arguments of `gdn_abi.GDN`; there are no pieces here, and no workspace."""
+    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
+    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
+    gates = GateInputs(
+        Scattered(g, g_token, g_head, g_bits),
+        Scattered(beta, beta_token, beta_head, beta_bits),
+        *(cute.make_tensor(at_address(F32, a, 4), cute.make_layout((HV,), stride=(1,))) for a in (A_log, dt_bias)),
+    )
+    mCu, mIn, mOut = [
+        cute.make_tensor(at_address(I32, a, 4), cute.make_layout((n,), stride=(1,)))
+        for a, n in ((cu, N + 1), (read_from, N), (write_to, N))
+    ]
+    half = tile_layout(64, 64)
+    tma = GdnTma(
+        q=tma_load(by_head(mQ), half, (64, 64)),
+        k=tma_load(by_head(mK), half, (64, 64)),
+        v=tma_load(by_head(mV), tile_layout(64, 128), (64, 128)),
+        o=tma_store(by_head(mO), half, (64, 64)),
+    )
+    gdn_kernel(
+        tma,
+        by_head(mO),
+        gates,
+        States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut),
+        Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
+        Items(HV, HV // H, length, N * HV, mCu, pieces, step=blocks),
+        gdn_mmas(dtype),
+        dtype,
+    ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+
+
+def variants() -> Iterator[Variant]:
+    uses = ("tcgen05", "tma_load", "tma_store", "mma", "stmatrix", "setmaxnreg")
+    for dtype, name in ((F16, "gdn_f16_whole"), (BF16, "gdn_bf16_whole")):
+        yield Variant(name, gdn_host, fake_arguments(GDN, gdn_host, dtype), uses=uses)
