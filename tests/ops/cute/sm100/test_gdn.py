@@ -295,8 +295,8 @@ def test_how_a_call_is_served_is_told(monkeypatch):
     many = dataclasses.replace(TABLE, B=8, N=8)
     assert how(many, NUM_SMS) == "one kernel, 256 heads of sequences by 148 blocks, no workspace"
     monkeypatch.setattr(backend, "_num_sms", lambda problem: NUM_SMS)
-    assert backend.how("gdn_fwd", many) == how(many, NUM_SMS)
-    assert "segment" in backend.how("gdn_fwd", TABLE)
+    assert backend.how(BLACKWELL, "gdn_fwd", many) == how(many, NUM_SMS)
+    assert "segment" in backend.how(BLACKWELL, "gdn_fwd", TABLE)
 
 
 # The first use on a machine
