@@ -56,7 +56,6 @@ def rows_step(x: cutlass.Constexpr, thread: I32, factor: cute.Tensor, n: I32, le
     bars, vectors, sV, now = x.bars, x.storage.vectors, x.storage.v, Turn(n)
     cute.arch.mbarrier_wait(bars.v_full + now.place, now.of_place)
     values, top = read_values(sV, now.place, left, thread)
-    arrive(bars.v_empty + now.place)
     show_state(x, thread, top, factor)
     x.storage.unit[thread, now.place] = x.scalars.scale * inverse_of(factor[0])
     announce(bars.s_ready + now.place)
@@ -67,6 +66,7 @@ def rows_step(x: cutlass.Constexpr, thread: I32, factor: cute.Tensor, n: I32, le
     after_sync()
     predict(x, thread, values, factor[0], now.vectors)
     announce(bars.y_ready)  # and of S, decayed
+    arrive(bars.v_empty + now.place)  # not where v is read: until it is used, loads may be in flight
 
     cute.arch.mbarrier_wait(bars.e_done, now.parity)
     after_sync()

@@ -210,9 +210,12 @@ def is_right(use, edit, orders) -> bool:
 
 TMEM_LOAD_WAIT, TMEM_STORE_WAIT, COMMIT = (rf"tcgen05\.{what}[^;]*;" for what in ("wait::ld", "wait::st", "commit"))
 # How many of each there are, and those that nothing here notices when they are gone:
+# - mbarriers: that the output's vectors are in place, which a product that it waits for has waited for;
+# - stores to tensor memory: that of r b E, behind which comes that of E;
+# - bulk stores: that at the end, behind one a chunk.
 WAITS = {
     MBARRIER_WAIT: (23, (17,)),
-    TMEM_LOAD_WAIT: (23, (4, 5, 6, 7)),
+    TMEM_LOAD_WAIT: (25, ()),
     TMEM_STORE_WAIT: (5, (3,)),
     COMMIT: (5, ()),
     NAMED_BARRIER: (4, ()),
