@@ -25,7 +25,7 @@ WHOLE_US, HALF_US = 2.0, 1.3
 MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
 # On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of
 # heads over all SMs. Counted, not measured (docs/gdn-blackwell.md).
-OWN_CLOCKS, KDA_CLOCKS = 5_400, 9_400
+OWN_CLOCKS, KDA_CLOCKS = 5_400, 8_600
 
 
 class Schedule(NamedTuple):
