@@ -2,7 +2,6 @@
 """KDA prefill on the CuTe kernels, in the simulator: any order of work, races, and kernels broken on purpose."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tests.ops.cute.test_kda import (
 )
 from tests.support.orders import in_each_order
 from tools import ptx
+from tools.ptx.mutate import IS_OVER, MBARRIER_WAIT, replace
 
 interpreted = test_kda.interpreted
 of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", "sm100"])
@@ -81,22 +81,6 @@ def is_right(sm: tuple[int, int], per_segment: int = 1, clusters: int = 0) -> bo
 
 # Kernels broken on purpose
 
-WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 (\S+), [^;]*;"
-NO_WAIT = r"setp.eq.b32 \1, 0, 0;"
-
-
-def replace(pattern: str, by: str | Callable[[re.Match], str], *places: int):
-    """All matches, or those at some places."""
-
-    def edit(text: str) -> str:
-        matches = list(re.finditer(pattern, text))
-        for m in reversed([matches[i] for i in places] if places else matches):
-            text = text[: m.start()] + (by(m) if callable(by) else m.expand(by)) + text[m.end() :]
-        return text
-
-    return edit
-
-
 # The waits of the fused kernel, in the order of its PTX; without any of them some order of work gives another result.
 WAITS = {"half_free": (0, "late"), "g": (1, "late"), "free": (2, "early"), "k, q": (4, "late"), "taken": (6, "late"),
          "v_full": (8, "late"), "ready": (9, "early"), "arrived": (10, "early")}  # fmt: skip
@@ -105,7 +89,7 @@ WAITS = {"half_free": (0, "late"), "g": (1, "late"), "free": (2, "early"), "k, q
 @pytest.mark.parametrize("what", WAITS)
 def test_the_fused_kernel_waits_for_all_that_it_needs(interpreted, what):
     place, order = WAITS[what]
-    interpreted(order, replace(WAIT, NO_WAIT, place))
+    interpreted(order, replace(MBARRIER_WAIT, IS_OVER, place))
     assert not is_right(HOPPER_SM, clusters=1)
 
 
@@ -134,7 +118,7 @@ NAMED = [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7, 9), (8, 10), (11,), (12,)
 def test_the_barriers_of_the_fused_kernel_are_all_counted(interpreted):
     text = ptx.compiled("fused_kda_f16_gate_bf16").ptx
     assert len(re.findall(NAMED_BARRIER, text)) == sum(map(len, NAMED))
-    assert len(re.findall(WAIT, text)) == NUM_WAITS
+    assert len(re.findall(MBARRIER_WAIT, text)) == NUM_WAITS
 
 
 @pytest.mark.parametrize("places", NAMED, ids=str)
@@ -158,8 +142,8 @@ NUM_SPLIT_WAITS = 10
 
 @pytest.mark.parametrize("place", range(NUM_SPLIT_WAITS))
 def test_split_kernels_need_every_wait(interpreted, place):
-    assert len(re.findall(WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_SPLIT_WAITS
-    interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
+    assert len(re.findall(MBARRIER_WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_SPLIT_WAITS
+    interpreted("early", replace(MBARRIER_WAIT, IS_OVER, place), races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
         errors(CHAINED_BY_ONE_BLOCK, "cpu")
 
@@ -167,7 +151,7 @@ def test_split_kernels_need_every_wait(interpreted, place):
 @pytest.mark.parametrize("place", range(NUM_WAITS))
 def test_the_fused_kernel_needs_every_wait(interpreted, place):
     """Likewise, but that without one of them a barrier gets too many arrivals before anything else."""
-    interpreted("early", replace(WAIT, NO_WAIT, place), races=True)
+    interpreted("early", replace(MBARRIER_WAIT, IS_OVER, place), races=True)
     with pytest.raises(ptx.SimulationError, match=r"a race: |too many arrivals"):
         errors(FUSED[1], "cpu")
 
@@ -202,9 +186,9 @@ def flipped(bit: int, *places: int):
 BROKEN = {
     "B's major in the descriptor of a product": flipped(16, -4),
     "the swizzle in descriptors": replace(r"\b461\d{16};", lambda m: f"{int(m[0][:-1]) ^ 6 << 61};"),
-    "no wait for R": replace(WAIT, NO_WAIT, -5),
-    "no wait for o": replace(WAIT, NO_WAIT, -2),
-    "no wait for the chunk": replace(WAIT, NO_WAIT, -14, -8),
+    "no wait for R": replace(MBARRIER_WAIT, IS_OVER, -5),
+    "no wait for o": replace(MBARRIER_WAIT, IS_OVER, -2),
+    "no wait for the chunk": replace(MBARRIER_WAIT, IS_OVER, -14, -8),
     "no wait for stores to tensor memory": replace(r"tcgen05\.wait::st\.sync\.aligned;", "", -1),
     "no commit of the state": replace(r"tcgen05\.commit[^;]*;", "", -3),
     "another warp's lanes": replace(r"(and\.b32 \t%r\d+, %r\d+), 6291456;", r"\1, 0;"),

@@ -10,8 +10,9 @@ import torch
 
 from cula.ops.cute.kda_schedule import split_into
 from cula.reference import relative_error
-from tests.ops.cute.test_kda import BLACKWELL_SM, NO_WAIT, NUM_SMS, WAIT, Case, check, chunk_bounds, interpreted, make, replace  # noqa: F401
+from tests.ops.cute.test_kda import BLACKWELL_SM, NUM_SMS, Case, check, chunk_bounds, interpreted, make  # noqa: F401
 from tools import ptx
+from tools.ptx.mutate import IS_OVER, MBARRIER_WAIT, replace
 
 NAME = "kda_f16_gate_bf16"
 CASE = Case((64, 66), shift=-6.0)  # a whole chunk, another, and one with two tokens
@@ -99,7 +100,7 @@ COMMIT, TENSOR_LOAD, TENSOR_STORE = (
 # simulator those squares show it too.
 DOUBLED = 3
 REMOVALS = {
-    "wait": Removal(WAIT, NO_WAIT, (RACE, RACE, PRODUCTS, LATE, LATE, LATE, LATE), (2, 4, 5)),
+    "wait": Removal(MBARRIER_WAIT, IS_OVER, (RACE, RACE, PRODUCTS, LATE, LATE, LATE, LATE), (2, 4, 5)),
     "wait for loads from tensor memory": Removal(TENSOR_LOAD, "", (LATE, LATE, LATE), (1,)),
     "wait for stores to tensor memory": Removal(TENSOR_STORE, "", (LATE,), (0,)),
     "commit": Removal(COMMIT, "", (LATE, LATE, LATE), (1,)),
