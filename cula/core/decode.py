@@ -26,6 +26,7 @@ from cula.core.dispatch import Choice, choose_decode, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
 from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad, with_settings
+from cula.core.replay.torch_internals import modes
 
 
 class Dims(NamedTuple):
@@ -71,7 +72,7 @@ def decode(
     assert family.decode is not None
     if options.scale is not None:
         options = options._replace(scale=checks.as_number(who, "scale", options.scale))
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or (modes() and not is_explaining.get()):
         return operator.call_decode(family, x, options, device, backend, extra, who)
     options = with_settings(options)
     static_args, has_data = None, not checks.has_no_data(x.q)
@@ -352,7 +353,7 @@ def call_decode(
     traits: Decode | None = None if family is None else family.decode
     if family is None or traits is None:
         raise ValueError(f"{who}: mode is {mode!r}; expected one of {list(decode_modes())}")
-    if extra or is_dynamo_compiling() or is_explaining.get() or settings.batch_invariant():
+    if extra or is_dynamo_compiling() or modes() or is_explaining.get() or settings.batch_invariant():
         return decode(
             family,
             _named_inputs(family, tensors, extra, who),

@@ -38,6 +38,7 @@ from cula.core.pool import (
     write_pool,
 )
 from cula.core.problem import Problem, needs_grad, with_settings
+from cula.core.replay.torch_internals import modes
 
 NOTHING_TO_SERVE = Serving()
 
@@ -65,7 +66,7 @@ def call_prefill(
 ) -> Any:
     """`prefill` for functions of level 1: takes plain tuples, of the family's `Inputs` and `Serving` together and of its
     `Options`, so that a call seen before makes no others."""
-    if not (extra or is_dynamo_compiling() or is_explaining.get() or settings.batch_invariant()):
+    if not (extra or is_dynamo_compiling() or modes() or is_explaining.get() or settings.batch_invariant()):
         done = family.replay.run(tensors, (options, checkpoint_every, device, backend))
         if done is not None and done is not NotImplemented:
             return done
@@ -106,7 +107,7 @@ def prefill(
     who = who or family.function
     if options.scale is not None:
         options = options._replace(scale=checks.as_number(who, "scale", options.scale))
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or (modes() and not is_explaining.get()):
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
     options = with_settings(options)
     tensors = x + serving

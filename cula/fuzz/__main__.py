@@ -169,6 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{kind:<22} {backend:<11} {n:7d}")
     made = sum(n for (_, backend), n in counts.items() if backend != "declined")
     print(f"{made} calls, {len(failures)} wrong (seed {args.seed}, backend {args.backend}, {args.device})")
+    if counts and all(backend in ("declined", "none") for _, backend in counts):
+        print(f"no call was made: {args.backend} serves none on {args.device}; `python -m cula` says why")
+        return 2
     return 1 if failures else 0
 
 

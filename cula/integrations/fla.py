@@ -79,6 +79,11 @@ def is_registered() -> bool:
     return bool(_changes)
 
 
+def silenced() -> str | None:
+    """Why FLA leaves cuLA alone though it is registered, as a clause; None if it does not."""
+    return None if settings.fla_may_use_cula() else "FLA_CULA=0 in the environment makes FLA pass it over"
+
+
 @dataclass(frozen=True)
 class Served:
     """A function of FLA that cuLA serves."""

@@ -24,6 +24,7 @@ class Integration:
     is_on: Callable[[], bool]
     turn_on: Callable[[], list[str]] | None = None  # None: the package itself does, when it starts
     turn_off: Callable[[], None] | None = None
+    silenced: Callable[[], str | None] = lambda: None  # why the package leaves cuLA alone though it is on, if it does
 
     @property
     def is_installed(self) -> bool:
@@ -46,7 +47,7 @@ def _register_with_fla() -> list[str]:
 INTEGRATIONS = (
     Integration(
         "fla", ("flash-linear-attention", "fla-core"), "cula.integrations.fla.register()", fla.is_registered, _register_with_fla,
-        fla.unregister,
+        fla.unregister, fla.silenced,
     ),
     Integration(
         "transformers", ("transformers",), "cula.integrations.transformers.patch()", transformers.is_patched, transformers.patch,
@@ -81,6 +82,8 @@ def enable() -> dict[str, str]:
         else:
             changed = integration.turn_on()
             done[integration.package] = f"on: {', '.join(changed)}" if changed else "on, for models that are imported from now on"
+        if integration.is_on() and (reason := integration.silenced()):
+            done[integration.package] += f"; but {reason}"
         logger.info("cula.integrations.enable: %s: %s", integration.package, done[integration.package])
     return done
 
@@ -100,5 +103,7 @@ def describe() -> list[str]:
             state = "not installed"
         else:
             state = f"{integration.version or 'installed'}, {'on' if integration.is_on() else f'off: {integration.line}'}"
+            if integration.is_on() and (reason := integration.silenced()):
+                state += f"; but {reason}"
         lines.append(f"{integration.package:<13} {state}")
     return lines

@@ -79,8 +79,8 @@ def chunk_kda(
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
-    elif not safe_gate and _is_deep(who, lower_bound):
-        g, use_gate_in_kernel, lower_bound = _deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
+    elif not safe_gate and is_deep(who, lower_bound):
+        g, use_gate_in_kernel, lower_bound = deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     options = KdaOptions(
@@ -154,8 +154,8 @@ def fused_recurrent_kda(
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    elif _is_deep(who, lower_bound):
-        g, use_gate_in_kernel, lower_bound = _deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
+    elif is_deep(who, lower_bound):
+        g, use_gate_in_kernel, lower_bound = deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
     is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
     uses_pool = inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None
@@ -197,12 +197,13 @@ def fused_recurrent_kda(
     return decode_few(FAMILY, rows, of_decode, output_final_state, backend, who)
 
 
-def _is_deep(who: str, lower_bound: float | None) -> bool:
+def is_deep(who: str, lower_bound: float | None) -> bool:
+    """Whether a gate's bound is lower than kernels may rely on."""
     return lower_bound is not None and checks.as_number(who, "lower_bound", lower_bound) < LOWER_BOUND_MIN
 
 
-def _deep_gate(who: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
-    """Log decays of a bounded gate whose bound is lower than kernels may rely on, in float32."""
+def deep_gate(who: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+    """The log decays of such a gate, in float32: applied outside of the kernel."""
     if checks.rank_of(who, "g", g) not in (3, 4):
         raise ValueError(f"{who}: g has shape {checks.shape_of(g)}; expected [B, T, HV, K], or [B, T, HV]: one gate a head")
     of_head, HV = tuple(g.shape[2:]), g.shape[2]

@@ -43,6 +43,10 @@ class LinearAttention(nn.Module):
         super().__init__()
         who = type(self).__name__
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_k_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{who}: {name} is {size}; expected 1 or more")
         if num_v_heads % num_heads:
             raise ValueError(f"{who}: num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
         self.tp_group, self.cp_group, tp_size = tp_group, cp_group, size_of(tp_group)

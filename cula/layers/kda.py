@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from cula.api import cula_decode, cula_kda
+from cula.core.constants import LOWER_BOUND_MIN
 from cula.dist import cula_kda_cp
+from cula.kda.fla import deep_gate, is_deep
 from cula.layers.base import LinearAttention, new_A_log, new_dt_bias, value_head_dim
 from cula.layers.parallel import shared
 from cula.layers.parts import RMSNormGated
@@ -25,7 +27,8 @@ class KimiDeltaAttention(LinearAttention):
         num_v_heads: value heads, a multiple of them; as many by default.
         use_short_conv, conv_size, conv_bias: of the short convolutions.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-        safe_gate, lower_bound: the bounded gate, see `cula.cula_kda`.
+        safe_gate, lower_bound: the bounded gate, see `cula.cula_kda`. A bound below -5, which kernels do not take, is applied
+            outside of them; then `safe_gate` cannot be promised.
         layer_idx: kept for the reader.
         norm_eps: of the output norm.
         tp_group: heads are shared out over this process group: a rank has the parameters of its heads.
@@ -68,6 +71,12 @@ class KimiDeltaAttention(LinearAttention):
         )  # fmt: skip
         if safe_gate and lower_bound is None:
             raise ValueError("KimiDeltaAttention: safe_gate=True needs lower_bound=, the bound it promises")
+        self.has_deep_gate = is_deep("KimiDeltaAttention", lower_bound)
+        if safe_gate and self.has_deep_gate:
+            raise ValueError(
+                f"KimiDeltaAttention: lower_bound is {lower_bound}, and safe_gate=True promises {LOWER_BOUND_MIN:g} or more; "
+                "drop safe_gate, or raise the bound"
+            )
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
         gate_dim = self.num_v_heads * head_dim
         self.f_proj = nn.Sequential(nn.Linear(hidden_size, V, bias=False), nn.Linear(V, gate_dim, bias=False))
@@ -81,17 +90,18 @@ class KimiDeltaAttention(LinearAttention):
 
     def _gates(self, hidden_states: Tensor, x: Tensor) -> dict[str, Any]:
         narrow = shared(self.f_proj[0](hidden_states), self.tp_group)
-        return {
-            "g": self.f_proj[1](narrow).unflatten(-1, (-1, self.head_k_dim)),
+        g = self.f_proj[1](narrow).unflatten(-1, (-1, self.head_k_dim))
+        gates = {
             "beta": self.b_proj(x),
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
-            "use_gate_in_kernel": True,
             "use_qk_l2norm_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.allow_neg_eigval,
-            "lower_bound": self.lower_bound,
         }
+        if self.has_deep_gate:
+            assert self.lower_bound is not None
+            return gates | {"g": deep_gate(type(self).__name__, g, self.A_log, self.dt_bias, self.lower_bound)}
+        in_kernel = {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound, "use_gate_in_kernel": True}
+        return gates | {"g": g} | in_kernel
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, h0: Any, final: bool, cu_seqlens: Any) -> tuple[Tensor, Any]:
         return cula_kda(

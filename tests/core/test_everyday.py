@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ordinary training loop does around a call: autocast, parameters in other dtypes, graphs that run twice, transforms."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cula
 from cula import reference
-from cula.core import checks
+from cula.core import checks, dispatch
+from cula.ops.torch import kda as torch_kda
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
 
@@ -109,6 +112,59 @@ def test_tensors_without_data_give_shapes(family, kind):
             function(t | {"v": t["v"][:, 1:]}, "auto", **switches)
     for a, b in zip((*got, dq), (*want, real["q"])):
         assert (a.shape, a.dtype) == (b.shape, b.dtype) and checks.has_no_data(a)
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_traced_call_is_an_operator(family):
+    """`make_fx` on tensors with data, twice, so that a call seen before is traced too: the graph serves other data."""
+    function, described, switches = CALLS[family]
+    names = [n for n, x in described.tensors().items() if x is not None]
+
+    def run(*tensors):
+        return function(dict(zip(names, tensors)), "auto", **switches)[0]
+
+    first = [described.tensors()[n] for n in names]
+    other = [x.flip(0) if x.dim() == 4 else x for x in first]
+    run(*first)
+    graph = make_fx(run)(*first)
+    assert next(n.target for n in graph.graph.nodes if n.op == "call_function") is getattr(torch.ops.cula, family).default
+    assert torch.equal(graph(*other), run(*other))
+
+
+def test_a_traced_decode_is_an_operator():
+    t = KdaCall(T=1).tensors()
+
+    def run(pool):
+        return cula.cula_decode(*(t[n] for n in "qkv"), pool, g=t["g"], beta=t["beta"])[0]
+
+    pools = [torch.randn_like(t["initial_state"]) for _ in range(2)]
+    run(pools[0].clone())
+    graph = make_fx(run)(pools[0].clone())
+    assert any(n.target is torch.ops.cula.kda_decode.default for n in graph.graph.nodes)
+    assert torch.equal(graph(pools[1].clone()), run(pools[1].clone()))
+
+
+def test_selective_checkpointing_may_keep_a_calls_outputs(monkeypatch, request):
+    """A policy that keeps `cula::kda` runs its forward once, and recomputes what is around it."""
+    made = []
+    right = torch_kda.kda_fwd
+    monkeypatch.setattr(torch_kda, "kda_fwd", lambda *a, **kw: made.append(1) or right(*a, **kw))
+    request.addfinalizer(dispatch._find.cache_clear)
+    dispatch._find.cache_clear()
+    t = GATED.tensors()
+
+    def layer(q):
+        return kda(t | {"q": q.sin()}, "torch", **GATED.switches())[0].cos()
+
+    grads, counts = [], []
+    for kept in ([], [torch.ops.cula.kda.default]):
+        made.clear()
+        q = t["q"].clone().requires_grad_()
+        contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+        checkpoint(layer, q, use_reentrant=False, context_fn=contexts).sum().backward()
+        grads.append(q.grad)
+        counts.append(len(made))
+    assert counts == [2, 1] and torch.equal(*grads)
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])

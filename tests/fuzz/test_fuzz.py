@@ -94,6 +94,13 @@ def test_a_bad_option_is_a_sentence(option, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_backend_that_takes_no_call_is_no_success(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("it takes calls here")
+    assert fuzz.main(["--backend", "cute_sm90", "--calls", "30"]) == 2
+    assert "no call was made: cute_sm90 serves none on cpu" in capsys.readouterr().out
+
+
 def test_a_gpu_that_is_not_there_is_a_sentence(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")

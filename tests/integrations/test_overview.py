@@ -48,6 +48,16 @@ def test_enable_says_what_it_did_and_disable_undoes_it():
     assert simple_gla.ChunkSimpleGLAFunction is before
 
 
+def test_enable_says_that_the_environment_turns_it_off(monkeypatch):
+    pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
+    monkeypatch.setenv("FLA_CULA", "0")
+    try:
+        assert cula.integrations.enable()["fla"].endswith("; but FLA_CULA=0 in the environment makes FLA pass it over")
+        assert "but FLA_CULA=0" in overview.describe()[0]
+    finally:
+        cula.integrations.disable()
+
+
 def test_enable_without_any_of_them(monkeypatch):
     for package in ("fla", "transformers", "vllm", "sglang"):
         hide(monkeypatch, package)

@@ -19,6 +19,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "expand_v": 1.5, "conv_bias": True}),
     "kda-grouped": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "num_v_heads": 4, "allow_neg_eigval": True}),
     "kda-bounded": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "safe_gate": True, "lower_bound": -5.0, "conv_size": 3}),
+    "kda-deep": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "lower_bound": -9.0}),
     "gdn": ("GatedDeltaNet", SMALL | {"head_dim": 16, "num_v_heads": 4, "expand_v": 2, "output_gate_activation": "sigmoid"}),
     "gdn-plain": ("GatedDeltaNet", SMALL | {"head_dim": 16, "use_gate": False, "use_short_conv": False}),
     "lightning": ("LightningAttention", SMALL | {"head_dim": 16, "layer_idx": 1, "num_layers": 3}),

@@ -186,6 +186,8 @@ def test_bad_offsets_are_named_and_change_no_cache(name, bad):
         (lambda: make("kda")(rand(2, 5, 32), cache=make("kda").new_cache(2)), ValueError, "a cache is for inference"),
         (lambda: layers.KimiDeltaAttention(32, num_heads=2, num_v_heads=3), ValueError, "a multiple of num_heads"),
         (lambda: layers.KimiDeltaAttention(32, safe_gate=True), ValueError, "needs lower_bound"),
+        (lambda: layers.KimiDeltaAttention(32, safe_gate=True, lower_bound=-9), ValueError, "safe_gate=True promises -5 or more"),
+        (lambda: layers.KimiDeltaAttention(32, num_heads=0), ValueError, "num_heads is 0; expected 1 or more"),
         (lambda: layers.GatedDeltaNet(32, head_dim=16, expand_v=1.3), ValueError, "expected an integer"),
         (lambda: layers.GatedDeltaNet(32, output_gate_activation="relu"), ValueError, "activation is 'relu'"),
         (lambda: make("kda").load_whole({}), ValueError, "are in one of both only"),

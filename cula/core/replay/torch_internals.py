@@ -41,6 +41,11 @@ empty: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = getattr(_
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
+# How many `TorchDispatchMode`s are on: `make_fx`, selective checkpointing, counters. They see operators, and not what is launched
+# beside them.
+modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
 def form_of(t: Tensor) -> Form:
     """What `empty` makes another from."""
     return tuple(t.shape), t.stride(), t.dtype
