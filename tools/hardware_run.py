@@ -106,22 +106,22 @@ def steps(folder: Path, target: str | None, most: float, fla: Path | None = None
     yield step("self-checks", "self-checks", 1200, *here, "--do", "self-checks", "--out", str(folder), left_out=no_kernels)
     pytest = [python, "-m", "pytest", "-m", "gpu", "-q", "-rf", "--tb=short", "-o", "faulthandler_timeout=300"]
     cute = sorted((ROOT / "tests/ops/cute").glob("test_*.py"))
-    unchecked = {"CULA_SELF_CHECK": "0"}  # a kernel that is off shall run, and show where
     for path in cute:
         if "mark.gpu" in path.read_text():
             name = f"tests-{path.stem.removeprefix('test_')}"
-            yield step("tests", name, 600, *pytest, str(path.relative_to(ROOT)), left_out=None if gpu else NO_GPU, **unchecked)
+            yield step("tests", name, 600, *pytest, str(path.relative_to(ROOT)), left_out=None if gpu else NO_GPU)
     rest = ["tests", "--ignore=tests/ops/cute", "-n", jobs, "--maxschedchunk", "1"]
-    yield step("tests", "tests-others", 1800, *pytest, *rest, left_out=None if gpu else NO_GPU, **unchecked)
+    yield step("tests", "tests-others", 1800, *pytest, *rest, left_out=None if gpu else NO_GPU)
     if fla is not None:
         of_fla = [python, "tools/fla_tests.py", str(fla), "-n", jobs]
+        unchecked = {"CULA_SELF_CHECK": "0"}  # a kernel that is off shall run, and show where; our own tests say so themselves
         yield step("fla", "fla", 1800, *of_fla, left_out=None if gpu else NO_GPU, **unchecked)
     sanitizer = shutil.which("compute-sanitizer")
     no_sanitizer = NO_GPU if not gpu else None if sanitizer else "there is no compute-sanitizer"
     for tool in SANITIZERS:
         checked = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
         run = [*checked, *pytest, "-k", "test_on_a_gpu", "tests/ops/cute"]
-        yield step("sanitizers", tool, 1800, *run, left_out=no_sanitizer, **unchecked)
+        yield step("sanitizers", tool, 1800, *run, left_out=no_sanitizer)
     small = [] if gpu else ["--device", "cpu", "--shapes-limit", "1", "--peers", "none"]
     for suite in SUITES if gpu else SUITES[:1]:
         out, budget = folder / f"{suite}.json", max(1.0, min(480.0, most - 60))

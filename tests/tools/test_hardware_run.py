@@ -86,7 +86,7 @@ def test_on_a_gpu_everything_is_run_within_its_limit(tmp_path, monkeypatch):
     assert all(step.left_out is None and step.seconds <= 200.0 for step in listed.values())
     tests = [step for step in listed.values() if step.group == "tests"]
     assert {"tests-kda", "tests-decode", "tests-others"} <= {step.name for step in tests}
-    assert all("-m gpu" in " ".join(step.command) and step.environment == {"CULA_SELF_CHECK": "0"} for step in tests)
+    assert all("-m gpu" in " ".join(step.command) for step in tests)
     bench = [step for step in listed.values() if step.group == "bench"]
     assert {step.command[4] for step in bench[: -len(hardware_run.SCRIPTS)]} == set(suites.known())
     assert all((hardware_run.ROOT / step.command[1]).is_file() for step in bench[-len(hardware_run.SCRIPTS) :])
