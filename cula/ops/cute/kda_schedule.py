@@ -10,8 +10,8 @@ fewest bytes and needs no workspace, but heads must fill the clusters.
 block for each segment and head. Sequences are split into segments where (sequence, head) pairs alone do not fill the GPU.
 `common/kda_segments.py` says how a segment gets its first state: it warms up, or chains the transitions of the segments before.
 
-**Either** (Hopper): packed sequences that would be fused if they had one length. Both are launched, and the GPU finds out from the
-lengths which of them serves the call (`common/kda_lengths.py`); the other ends at once.
+**Either** (Hopper): packed sequences that would be fused if they had one length. All of these kernels are launched, and the GPU
+finds out from the lengths which of them serve the call (`common/kda_lengths.py`); the others end at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANY_WAVES = 8  # in which lengths that nobody knows average out
 # Packed sequences count as even if the longest is so many times as long as the mean. The split kernels took 1.24 times as long as
 # the fused one for even ones (H200: H=16 8x2048 0.245 and 0.197 ms, H=12 4x2048 0.126 and 0.103).
 EVEN = 1.15
-WORTH_A_LOOK = 16  # chunks of a cluster, from which on that should be more than launches that find nothing to do cost; not measured
+WORTH_A_LOOK = 16  # chunks of a cluster: from here on that should be more than idle launches cost; not measured
 BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
@@ -179,7 +179,7 @@ def why_split(problem: KdaProblem, num_sms: int) -> str | None:
 
 
 def is_fused_if_even(problem: KdaProblem, num_sms: int) -> bool:
-    """Whether packed sequences, which may differ in length, would be the fused kernel's if they did not, and long enough to ask."""
+    """Whether packed sequences, which may differ in length, would be the fused kernel's if they did not, and are worth a look."""
     p, mean = problem, mean_chunks(problem)
     if not p.is_packed:
         return False

@@ -124,7 +124,9 @@ def test_lengths_that_change_between_replays_of_a_graph(fused_kernel):
     made = schedule(p, NUM_SMS)
     assert made.kernels == ("fused", "split")
     offsets = [torch.tensor([0, *of]).cumsum(0).int().cuda() for of in lengths]
-    alone = [fused(made.clusters) if max(of) <= made.longest else made._replace(clusters=0, longest=kda_abi.NO_LENGTH) for of in lengths]
+    by_fused, by_split = fused(made.clusters), made._replace(clusters=0, longest=kda_abi.NO_LENGTH)
+    alone = [by_fused if max(of) <= made.longest else by_split for of in lengths]
+    assert by_fused in alone and by_split in alone
     want = [run(p, x._replace(cu_seqlens=cu), schedule) for cu, schedule in zip(offsets, alone)]
     o, ht = (torch.empty_like(t) for t in want[0])
     kda.run(p, x, made, ht, o)

@@ -2,12 +2,12 @@
 """Packed sequences whose lengths the host does not know, where heads of sequences of one length would fill the fused kernel's
 clusters: the host launches the fused kernel and, behind it, the split ones, and the GPU finds out whose call it is.
 
-Every warp looks for the longest sequence. The fused kernel serves a call if it has at most `longest` tokens, and the split kernels
-if it has more. All of them read the same offsets and so decide alike; there is no flag in memory. A call that is one kernel's
-whatever its lengths are has a `longest` that says so, and no offset is read for it.
+Every warp looks for the longest sequence. The fused kernel serves a call if that has at most `longest` tokens, and the split ones
+if it has more. All of them read the same offsets and so decide alike; there is no flag in memory. Where lengths do not matter,
+`longest` says so, and no offset is read for it.
 
-Kernels start before the one in front has ended, and a kernel's end has to say that all kernels before it have ended, too: the next
-call's waits for the last one only. With X in front of the call:
+Kernels start before the one in front has ended, and a kernel's end has to say that all before it have ended, too: the next call's
+waits for the last one only. With X in front of the call:
   * Fused: every block waits for X, which may have written the offsets, and then reads them. If the call is its own it lets the
     intra-chunk kernel start. No more than one of its blocks fits on an SM and all have begun by then, so that nobody takes its
     room: those that come take SMs that have no head, or no head any more.
