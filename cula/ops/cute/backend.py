@@ -44,17 +44,19 @@ def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str |
     reason = loader.missing(arch.targets[problem.sm])
     if reason is None and may_run:
         reason = _uncompiled(arch.targets[problem.sm], op, problem)
-    if reason is not None or (name := _new_kernel(arch, op, problem)) is None:
+    if reason is not None or not (names := _new_kernels(arch, op, problem)):
         return reason
     from cula.ops.cute.toolchain import self_check as checking  # with the kernels' host code, which most machines have no use for
 
-    return checking.objection(name, problem.sm, may_run)
+    reasons = (checking.objection(name, problem.sm, may_run) for name in names)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _new_kernel(arch: Arch, op: str, problem: AnyProblem) -> str | None:
-    """The kernel whose agreement with torch stands for all that a call launches, the last of them; None where it has run."""
-    name = kernels(op, problem, _num_sms(problem) or arch.num_sms[-1])[-1]
-    return name if arch.is_new(name) else None
+def _new_kernels(arch: Arch, op: str, problem: AnyProblem) -> tuple[str, ...]:
+    """The kernels whose agreement with torch stands for all that a call launches, the last of each kind, but for those that have
+    run."""
+    launched = kernels(op, problem, _num_sms(problem) or arch.num_sms[-1])
+    return tuple(name for name in {name.split("_")[0]: name for name in launched}.values() if arch.is_new(name))
 
 
 def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
@@ -90,8 +92,15 @@ def _num_sms(problem: AnyProblem) -> int | None:
 def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
     problem = _of_kernels(problem)
-    if _new_kernel(arch, op, problem) is not None and arch.new != ALL:  # otherwise its summary says it
-        return "by a kernel that never ran on hardware: it is compared with torch at its first use on a machine"
+    found = _spread(op, problem)
+    if not _new_kernels(arch, op, problem) or arch.new == ALL:  # otherwise its summary says it
+        return found
+    new = "by a kernel that never ran on hardware: it is compared with torch at its first use on a machine"
+    return new if found is None else f"{found}; {new}"
+
+
+def _spread(op: str, problem: AnyProblem) -> str | None:
+    """How a call is spread over the GPU at hand, where there is a choice."""
     num_sms = _num_sms(problem)
     if op.endswith("_bwd") or not isinstance(problem, (KdaProblem, GdnProblem)) or num_sms is None:
         return None
@@ -104,7 +113,7 @@ def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
 def _of_kernels(problem: AnyProblem, num_sms: int | None = None) -> AnyProblem:
     """The call that the kernels serve, on the GPU at hand where nothing else is said: a prefill of GDN that its own kernel does
-    not take is KDA's with one gate a head. On Hopper `gdn.py` hands those on, whose kernels have run there."""
+    not take is KDA's with one gate a head. On Hopper `gdn.py` hands those on, and names their kernels."""
     if not isinstance(problem, GdnProblem) or problem.sm in HOPPER.targets:
         return problem
     num_sms = num_sms or _num_sms(problem) or arch_of(problem.sm).num_sms[-1]

@@ -9,6 +9,7 @@ both in one. `kda_schedule.py` chooses between them, and `kda_abi.py` describes 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,15 +96,18 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, KdaProblem):
         return (decode.variant(problem),)
-    return (backward.variant(problem) if op in backward.OPS else _name(problem, make_schedule(problem, num_sms)),)
+    if op in backward.OPS:
+        return (backward.variant(problem),)
+    return tuple(_name(problem, which) for which in make_schedule(problem, num_sms).kernels)
 
 
-def _name(problem: KdaProblem, schedule: Schedule) -> str:
-    return f"fused_{variant(problem)}" if schedule.is_fused else variant(problem)
+def _name(problem: KdaProblem, which: str) -> str:
+    return f"fused_{variant(problem)}" if which == "fused" else variant(problem)
 
 
-def _kernel(problem: KdaProblem, schedule: Schedule) -> Any:
-    return load(_name(problem, schedule), target_of(problem.sm))
+def _kernel(problem: KdaProblem, which: str) -> Any:
+    """One of `Schedule.kernels`."""
+    return load(_name(problem, which), target_of(problem.sm))
 
 
 class KeptStates(NamedTuple):
@@ -192,12 +196,12 @@ def run(
         "kept": None if kept is None else kept.states,
         "kept_offsets": None if kept is None else kept.offsets,
     }
-    if not schedule.is_fused:
-        tensors["workspace"] = torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
-    abi = _abi(p, schedule)
-    addresses = abi.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = abi.pack_numbers(_numbers(p, x, schedule, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept))
-    _kernel(p, schedule)(*addresses, *numbers, stream_of(device))
+    work = None if schedule.is_fused else torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
+    numbers = _numbers(p, x, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
+    for which in schedule.kernels:
+        abi, of_kernel = _abi(p, which), tensors if which == "fused" else tensors | {"workspace": work}
+        addresses = abi.pack_addresses({name: address(t) for name, t in of_kernel.items()})
+        _kernel(p, which)(*addresses, *abi.pack_numbers(numbers | _sizes(p, schedule, which)), stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -239,20 +243,20 @@ def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, ke
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
     sources |= {"cu": of["cu_seqlens"], "o": ~0, **state_sources(of, pool, ~1)}
     sources |= {"kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
-    work = None
-    if not schedule.is_fused:
-        sources["workspace"], work = ~2, workspace(device.index, schedule.workspace_bytes(p.HV))
-    numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
-    varying = tuple(_sizes(p, schedule))
-    launch = record(_abi(p, schedule), _kernel(p, schedule), sources, numbers, varying)
+    work = None if schedule.is_fused else workspace(device.index, schedule.workspace_bytes(p.HV))
+    numbers = _numbers(p, x, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
+    launches = []
+    for which in schedule.kernels:
+        of_kernel, sizes = sources if which == "fused" else sources | {"workspace": ~2}, _sizes(p, schedule, which)
+        launches.append(record(_abi(p, which), _kernel(p, which), of_kernel, numbers | sizes, tuple(_all_sizes(p, schedule))))
     outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht))
     labels = prefill_labels(x, serving, ("q", "k", "v", "g", "beta"), p.is_packed)
-    sizes = Sizes(labels, _resize(p, device, schedule.is_fused, out is None, of["out"], ht is not None))
-    return LaunchRecord(device.index, (launch,), outputs, work, sizes=sizes)
+    resize = _resize(p, device, schedule.kernels, out is None, of["out"], ht is not None)
+    return LaunchRecord(device.index, tuple(launches), outputs, work, sizes=Sizes(labels, resize))
 
 
 def _resize(
-    p: KdaProblem, device: torch.device, is_fused: bool, makes_o: bool, place_of_out: int, has_ht: bool
+    p: KdaProblem, device: torch.device, kernels: tuple[str, ...], makes_o: bool, place_of_out: int, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
     num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
@@ -262,10 +266,10 @@ def _resize(
         """The schedule's arguments and the workspace; None where other kernels serve such a call."""
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made.is_fused != is_fused:
+        if made.kernels != kernels:
             return None
-        work = None if is_fused else workspace(device.index, made.workspace_bytes(HV))
-        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], work
+        work = None if made.is_fused else workspace(device.index, made.workspace_bytes(HV))
+        return tuple(_all_sizes(other, made).values())[NUM_LENGTHS:], work
 
     scheduled = by_chunks(schedule_of)
 
@@ -285,13 +289,13 @@ def _resize(
     return resize
 
 
-def _abi(problem: KdaProblem, schedule: Schedule) -> Abi:
-    return _abi_of(schedule.is_fused, problem.has_scalar_gate, problem.g_dtype)
+def _abi(problem: KdaProblem, which: str) -> Abi:
+    return _abi_of(which, problem.has_scalar_gate, problem.g_dtype)
 
 
 @functools.cache
-def _abi_of(is_fused: bool, has_scalar_gate: bool, g_dtype: torch.dtype) -> Abi:
-    return kda_abi.of_gates(kda_abi.FUSED if is_fused else kda_abi.SPLIT, has_scalar_gate, g_dtype.itemsize)
+def _abi_of(which: str, has_scalar_gate: bool, g_dtype: torch.dtype) -> Abi:
+    return kda_abi.of_gates(kda_abi.FUSED if which == "fused" else kda_abi.SPLIT, has_scalar_gate, g_dtype.itemsize)
 
 
 def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
@@ -307,13 +311,13 @@ def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
     }
 
 
-def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float]:
-    """The other arguments that are not addresses, by name."""
+def _numbers(p: KdaProblem, x: KdaInputs, o: Tensor) -> dict[str, int | float]:
+    """The other arguments that are not addresses and do not follow from sizes, by name."""
     (q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head) = [
         t.stride()[1:3]
         for t in (x.q, x.k, x.v, x.g, o)  # of one gate a head too
     ]
-    numbers: dict[str, int | float] = {
+    return {
         "q_token": q_token,
         "q_head": q_head,
         "k_token": k_token,
@@ -332,13 +336,17 @@ def _numbers(p: KdaProblem, x: KdaInputs, schedule: Schedule, o: Tensor) -> dict
         "beta_top": beta_top(p.options),
         "beta_bits": 8 * x.beta.element_size(),
     }
-    return numbers | _sizes(p, schedule)
 
 
-def _sizes(p: KdaProblem, schedule: Schedule) -> dict[str, int]:
-    """The arguments that follow from the numbers of tokens and sequences, by name."""
-    sizes = {"T": p.B * p.T, "N": p.N, "length": 0 if p.is_packed else p.T}
-    if schedule.is_fused:
+def _all_sizes(p: KdaProblem, schedule: Schedule) -> dict[str, int]:
+    """The arguments of all kernels of a call that follow from the numbers of tokens and sequences, by name."""
+    return functools.reduce(operator.or_, (_sizes(p, schedule, which) for which in schedule.kernels))
+
+
+def _sizes(p: KdaProblem, schedule: Schedule, which: str) -> dict[str, int]:
+    """Those of one of them."""
+    sizes = {"T": p.B * p.T, "N": p.N, "length": 0 if p.is_packed else p.T, "longest": schedule.longest}
+    if which == "fused":
         return sizes | {"clusters": schedule.clusters}
     return sizes | {
         "halvings": (p.N - 1).bit_length(),

@@ -24,6 +24,8 @@ workspace are all made from these descriptions.
 | halvings                  | how often N sequences are halved to find one of them                                            |
 | chunks ... helpers        | a `kda_schedule.Schedule`                                                                       |
 | clusters                  | of the fused kernel, which take N HV heads in waves                                             |
+| longest                   | tokens of packed sequences: where none has more the call is the fused kernel's, otherwise the   |
+|                           | split kernels' (`common/kda_lengths.py`); `ANY_LENGTH` and `NO_LENGTH` where that is settled    |
 
 To hand over a tensor would cost the caller microseconds, so tensors are addresses and strides.
 """
@@ -38,6 +40,7 @@ from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32
 from cula.ops.cute.states_abi import KINDS_OF_STATES, SLOTS, STEPS
 
 K = V = 128
+ANY_LENGTH, NO_LENGTH = 2**31 - 1, -1  # that no sequence exceeds, and that each does
 
 
 class Kept(enum.IntEnum):
@@ -57,11 +60,11 @@ _STRIDES = i64(*(f"{name}_{of}" for name in "qkvgo" for of in ("token", "head"))
 _STATES = (*STEPS, *i64("kept_step"), *KINDS_OF_STATES, *i32("kept_kind", "kept_mode", "kept_every", "kept_rows"))
 _PROBLEM = (*i32("T", "N", "H", "HV"), *f32("scale", "lower", "beta_top"), *i32("beta_bits", "has_h0", "has_ht", "length"))
 _SCHEDULE = i32(
-    "halvings", "chunks", "segments", "per_segment", "per_chained_segment", "has_transitions", "helpers"
+    "halvings", "chunks", "segments", "per_segment", "per_chained_segment", "has_transitions", "helpers", "longest"
 )  # fmt: skip
 
 SPLIT = Abi("kda", _TENSORS, _SLOTS, addresses(workspace=64), _STRIDES, _STATES, _PROBLEM, _SCHEDULE)
-FUSED = Abi("fused_kda", _TENSORS, _SLOTS, _STRIDES, _STATES, _PROBLEM, i32("clusters"))
+FUSED = Abi("fused_kda", _TENSORS, _SLOTS, _STRIDES, _STATES, _PROBLEM, i32("clusters", "longest"))
 
 
 def of_gates(abi: Abi, has_scalar_gate: bool, g_bytes: int) -> Abi:

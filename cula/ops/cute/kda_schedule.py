@@ -9,10 +9,14 @@ fewest bytes and needs no workspace, but heads must fill the clusters.
 **Split**: the intra-chunk kernel has a block for each chunk and head, and leaves its results in a workspace; the recurrence has a
 block for each segment and head. Sequences are split into segments where (sequence, head) pairs alone do not fill the GPU.
 `common/kda_segments.py` says how a segment gets its first state: it warms up, or chains the transitions of the segments before.
+
+**Either** (Hopper): packed sequences that would be fused if they had one length. All of these kernels are launched, and the GPU
+finds out from the lengths which of them serve the call (`common/kda_lengths.py`); the others end at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -22,12 +26,16 @@ import torch
 from cula.core.constants import CHUNK
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.archs import arch_of
-from cula.ops.cute.kda_abi import WORKSPACE
+from cula.ops.cute.kda_abi import ANY_LENGTH, NO_LENGTH, WORKSPACE
 from cula.ops.cute.tensors import sms_of
 
 FULL = 0.85  # of the clusters in all waves together: from here on the fused kernel is faster
 NEARLY_FULL, FEW_TOKENS = 0.7, 32 * CHUNK  # from here on, and up to so many tokens, it is as fast, and faster with slow gates
 MANY_WAVES = 8  # in which lengths that nobody knows average out
+# Packed sequences count as even if the longest is so many times as long as the mean. The split kernels took 1.24 times as long as
+# the fused one for even ones (H200: H=16 8x2048 0.245 and 0.197 ms, H=12 4x2048 0.126 and 0.103).
+EVEN = 1.15
+WORTH_A_LOOK = 16  # chunks of a cluster: from here on that should be more than idle launches cost; not measured
 BRIEF = 2 * CHUNK  # tokens of a sequence up to which it is faster however few heads there are: one launch, not two
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
@@ -56,17 +64,23 @@ def variant(problem: KdaProblem) -> str:
 class Schedule(NamedTuple):
     """How many numbers chunks and segments take (`common/varlen_index.py`), and who takes them."""
 
-    chunks: int
+    chunks: int  # 0: the fused kernel alone, for which only clusters count
     segments: int
     per_segment: int  # chunks of a segment
     per_chained_segment: int  # the same in a sequence of which any segment is chained, as blocks find out: as many or more
     has_transitions: bool  # some sequence may have several segments
     helpers: int = 0  # blocks a head that make transitions only
-    clusters: int = 0  # of the fused kernel, for which nothing else counts; 0: the split kernels
+    clusters: int = 0  # of the fused kernel; 0: the split kernels alone
+    longest: int = NO_LENGTH  # tokens: the fused kernel's if no sequence has more
 
     @property
     def is_fused(self) -> bool:
-        return self.clusters > 0
+        return self.kernels == ("fused",)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Which are launched, in order."""
+        return ("fused",) * (self.clusters > 0) + ("split",) * (self.chunks > 0)
 
     def workspace_bytes(self, HV: int) -> int:
         """What the split kernels hand on to each other."""
@@ -89,7 +103,15 @@ def schedule(problem: KdaProblem, num_sms: int) -> Schedule:
     if p.options.batch_invariant:
         of_one = schedule(p.alone(), num_sms)
         return split_into(p, of_one.per_segment, num_sms, of_one.per_chained_segment)._replace(helpers=0)
-    mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
+    made = split(p, num_sms)
+    if is_fused_if_even(p, num_sms):
+        return made._replace(clusters=clusters_for(p, num_sms), longest=CHUNK * math.ceil(EVEN * mean_chunks(p)))
+    return made
+
+
+def split(problem: KdaProblem, num_sms: int) -> Schedule:
+    """The split kernels, with as many segments as there are SMs for."""
+    p, mean = problem, mean_chunks(problem)
     sms_each = num_sms // (p.N * p.HV)  # for a head of a sequence
     shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
     wanted = max(1, min(sms_each, -(-mean // shortest)))
@@ -97,6 +119,11 @@ def schedule(problem: KdaProblem, num_sms: int) -> Schedule:
         return split_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
     made = split_into(p, -(-mean // wanted), num_sms)
     return made._replace(per_chained_segment=chained_segment(p, made, mean))
+
+
+def mean_chunks(problem: KdaProblem) -> int:
+    """Chunks of a sequence, as if all were alike."""
+    return -(-problem.T // (CHUNK * (problem.N if problem.is_packed else 1)))
 
 
 def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
@@ -128,7 +155,8 @@ def split_into(problem: KdaProblem, per_segment: int, num_sms: int, per_chained_
 
 def fused(clusters: int) -> Schedule:
     """The fused kernel, on so many clusters."""
-    return Schedule(chunks=0, segments=0, per_segment=0, per_chained_segment=0, has_transitions=False, clusters=clusters)
+    nothing = Schedule(chunks=0, segments=0, per_segment=0, per_chained_segment=0, has_transitions=False)
+    return nothing._replace(clusters=clusters, longest=ANY_LENGTH)
 
 
 def why_split(problem: KdaProblem, num_sms: int) -> str | None:
@@ -148,6 +176,15 @@ def why_split(problem: KdaProblem, num_sms: int) -> str | None:
     if not (fills(heads, most) or is_nearly_full):
         return f"N HV = {heads} would leave many of {most} clusters idle"
     return None
+
+
+def is_fused_if_even(problem: KdaProblem, num_sms: int) -> bool:
+    """Whether packed sequences, which may differ in length, would be the fused kernel's if they did not, and are worth a look."""
+    p, mean = problem, mean_chunks(problem)
+    if not p.is_packed:
+        return False
+    even = dataclasses.replace(p, B=p.N, T=CHUNK * mean, is_packed=False)
+    return why_split(even, num_sms) is None and waves(p.N * p.HV, num_sms // 2) * mean >= WORTH_A_LOOK
 
 
 def fills(heads: int, clusters: int) -> bool:
@@ -173,12 +210,16 @@ def how(problem: KdaProblem, num_sms: int) -> str:
     made, reason = schedule(problem, num_sms), why_split(problem, num_sms)
     if reason is None:
         return f"fused: one kernel on {made.clusters} clusters of two SMs, no workspace"
+    either = ""
+    if made.clusters:
+        either = f"fused, one kernel on {made.clusters} clusters of two SMs, if no sequence has more than {made.longest} tokens, "
+        either += "as the GPU finds out; otherwise "
     parts = "whole sequences"
     if made.has_transitions:
         parts = f"segments of {made.per_segment} chunks of {CHUNK} tokens"
         if made.per_chained_segment > made.per_segment:
             parts += f", of {made.per_chained_segment} where gates forget slowly"
-    return f"split: two kernels, {parts}, {made.workspace_bytes(problem.HV) / 2**20:.3g} MiB of workspace: {reason}"
+    return f"{either}split: two kernels, {parts}, {made.workspace_bytes(problem.HV) / 2**20:.3g} MiB of workspace: {reason}"
 
 
 @functools.lru_cache(maxsize=1024)

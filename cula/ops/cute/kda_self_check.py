@@ -2,7 +2,8 @@
 """The calls that a KDA prefill kernel without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
 
 Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained; states in slots of a pool,
-and those at chunk starts kept.
+and those at chunk starts kept. Where there are a fused kernel and split ones, each also looks at the lengths of packed sequences:
+serves those that are its own, and leaves others alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 from cula.core.kernels import Pool
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda
+from cula.ops.cute.archs import arch_of
 from cula.ops.cute.kda_abi import K, Kept
-from cula.ops.cute.kda_schedule import split_into
+from cula.ops.cute.kda_schedule import Schedule, fused, split_into
 from cula.ops.cute.toolchain.self_check import relative_difference
 
 
@@ -46,6 +48,7 @@ class Call(NamedTuple):
     has_state: bool
     beta: torch.dtype = torch.float32
     on_pool: bool = False  # states are slots of one, and those at chunk starts are kept
+    is_looked_at: bool = False  # kernels find out from the lengths whose call it is
 
 
 CALLS = (
@@ -54,6 +57,7 @@ CALLS = (
     Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
     Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
     Call((70, 20, 130), is_packed=True, H=1, HV=1, per_segment=1, is_slow=True, has_state=True, on_pool=True),
+    Call((70, 0, 5, 66), is_packed=True, H=1, HV=2, per_segment=1, is_slow=False, has_state=True, is_looked_at=True),
 )
 
 
@@ -97,11 +101,35 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
 
 
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
-    """The largest relative difference, of outputs, last states and kept ones of the calls."""
-    return max(difference for call in CALLS for difference in differences(call, *make(call, Flags.of(name), device, sm)))
+    """The largest relative difference, of outputs, last states and kept ones of the calls; infinite for a kernel that serves one
+    which is not its own."""
+    is_fused, flags, found = name.startswith("fused"), Flags.of(name.removeprefix("fused_")), [0.0]
+    has_both = arch_of(sm).kda.has_fused and flags.is_normalised
+    for call in CALLS:
+        p, x = make(call, flags, device, sm)
+        found += differences(call, schedule_of(call, p, is_fused), p, x)
+        if call.is_looked_at and has_both:
+            found.append(torch.inf if writes(schedule_of(call, p, is_fused, is_its_own=False), p, x) else 0.0)
+    return max(found)
 
 
-def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
+def schedule_of(call: Call, p: KdaProblem, is_fused: bool, is_its_own: bool = True) -> Schedule:
+    """That of one of the kernels alone: the fused one, on two clusters, or the split ones."""
+    made = fused(clusters=2) if is_fused else split_into(p, call.per_segment, num_sms=0)
+    if not call.is_looked_at:
+        return made
+    return made._replace(longest=max(call.lengths) - (is_fused != is_its_own))
+
+
+def writes(schedule: Schedule, p: KdaProblem, x: KdaInputs) -> bool:
+    """Whether a call writes anything."""
+    assert x.initial_state is not None
+    o, last = torch.full_like(x.v, torch.nan), torch.full_like(x.initial_state, torch.nan)
+    kda.run(p, x, schedule, last, o)
+    return not bool(o.isnan().all() & last.isnan().all())
+
+
+def differences(call: Call, schedule: Schedule, p: KdaProblem, x: KdaInputs) -> list[float]:
     """Between the kernel and the torch backend, of each tensor that a call writes."""
     from cula.ops.torch.kda import kda_fwd
 
@@ -117,7 +145,6 @@ def differences(call: Call, p: KdaProblem, x: KdaInputs) -> list[float]:
     if want.states is not None:
         kept = kda.KeptStates(torch.full_like(want.states, torch.nan).flatten(0, 1), Kept.STARTS, 1, None)
         pairs += [(kept.states, want.states.flatten(0, 1))]
-    schedule = split_into(p, call.per_segment, num_sms=0)
     if pool is None:
         kda.run(p, x, schedule, last, o, kept=kept)
     else:

@@ -32,23 +32,26 @@ def record(
     Args:
         sources: where addresses come from (a number alone is a `Source` of that tensor); they must be aligned as described.
         numbers: the same each time, but for those that vary.
-        varying: names of integers that follow from a call's sizes, in the order of `Resized.numbers`.
+        varying: names of integers that follow from a call's sizes, in the order of `Resized.numbers`; some may be arguments of
+            the call's other kernels.
     """
     found = {name: source if isinstance(source, Source) else Source(source) for name, source in sources.items()}
     of = [Address(s.of, a.align, s.absent) for a, s in zip(abi.addresses, abi.in_order(abi.addresses, found))]
     names = [a.name for a in abi.numbers]
-    return again(kernel, of, abi.pack_numbers(numbers), [names.index(name) for name in varying])
+    return again(kernel, of, abi.pack_numbers(numbers), [names.index(name) if name in names else None for name in varying])
 
 
 def again(
-    kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float], varying: Sequence[int] = ()
+    kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float], varying: Sequence[int | None] = ()
 ) -> Launcher:
-    """A function that calls `kernel(*addresses, *numbers, stream)`; `varying` are the places of numbers that a call brings."""
+    """A function that calls `kernel(*addresses, *numbers, stream)`; `varying` are the places of numbers that a call brings, None
+    for one that this kernel does not take."""
 
     def plain(stream: int, given: tuple[int, ...], *addresses: int) -> None:
         there = list(numbers)
         for i, number in zip(varying, given):
-            there[i] = number
+            if i is not None:
+                there[i] = number
         kernel(*addresses, *there, stream)
 
     return launcher(of, plain, frame(kernel, of, numbers, varying))
@@ -64,7 +67,7 @@ ANY, VALUE = 16, 8  # bytes of one, and where the value is
 
 
 def frame(
-    kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float], varying: Sequence[int] = ()
+    kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float], varying: Sequence[int | None] = ()
 ) -> Frame | None:
     """A call that leaves the numbers as they are, where tvm-ffi's own converts 40 of them each time; None for a kernel that is no
     function of tvm-ffi's."""
@@ -84,7 +87,7 @@ def frame(
         value_at(len(arguments) - 1),
         tuple((i, value_at(i)) for i in range(len(of))),
         kernel,
-        tuple((i, value_at(len(of) + place), VALUE) for i, place in enumerate(varying)),
+        tuple((i, value_at(len(of) + place), VALUE) for i, place in enumerate(varying) if place is not None),
     )
 
 

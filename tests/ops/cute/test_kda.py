@@ -43,6 +43,7 @@ class Case:
     per_segment: int = 100  # chunks
     per_chained: int | None = None  # chunks of a segment where a sequence is chained; on Hopper
     clusters: int = 0  # of the fused kernel, Hopper's
+    longest: int | None = None  # tokens up to which it serves the call, and the split kernels beyond; None: it does
     num_sms: int = NUM_SMS  # few: no helpers for transitions
     shift: float = 0.0  # of the raw gate: 0 forgets in some ten tokens, -8 in thousands
     slow: tuple[int, int] = (0, 0)  # from which token to which the gate, fast elsewhere, forgets in thousands
@@ -224,14 +225,19 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[KdaProb
     return dataclasses.replace(p, sm=p.sm or sm), x
 
 
+def schedule_of(case: Case, p: KdaProblem) -> Schedule:
+    made = split_into(p, case.per_segment, case.num_sms, case.per_chained)
+    if case.longest is not None:
+        return made._replace(clusters=case.clusters, longest=case.longest)
+    return fused(case.clusters) if case.clusters else made
+
+
 def errors(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> tuple[float, float]:
     p, x = make(case, device, sm)
     assert case.kernel.endswith(kda.variant(p))
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=torch.bfloat16, device=device)
     ht = torch.full((p.N, p.HV, D, D), torch.nan, device=device)
-    made = split_into(p, case.per_segment, case.num_sms, case.per_chained)
-    made = fused(case.clusters) if case.clusters else made
-    kda.run(p, x, made, ht, o)
+    kda.run(p, x, schedule_of(case, p), ht, o)
     want_o, want_ht = reference.kda(
         *x[:5],
         initial_state=x.initial_state,
@@ -493,7 +499,11 @@ def launched(monkeypatch, request):
     return calls
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[-1], Case((70,) * 66, is_packed=False)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], CASES[2], CASES[6], CASES[-1], Case((70,) * 66, is_packed=False), Case((130, *(550,) * 7), HV=16)],
+    ids=str,
+)
 def test_a_recorded_call_launches_what_a_call_launches(launched, case):
     p, x = make(case, "cpu")
     out = torch.empty(p.B, p.T, p.HV, D, dtype=torch.bfloat16)
@@ -502,12 +512,18 @@ def test_a_recorded_call_launches_what_a_call_launches(launched, case):
     o, final_state = replay(repeat, (*x, out, *NOT_SERVED))
     assert o is out
     assert final_state.shape == first.final_state.shape
-    (name, arguments), (same_name, same) = launched
-    assert name == same_name
-    fresh = (
-        (HT, WORKSPACE) if "fused" not in name else (HT,)
-    )  # the final state and the workspace, if there is one, are new each time
-    assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
+    are_the_same(launched, fresh=(HT,))
+
+
+def are_the_same(launches, fresh):
+    """Whether a call and its repetition, in a list of their launches, launch the same kernels with the same arguments, but for
+    tensors that are new each time; the workspace is, if there is one."""
+    half, odd = divmod(len(launches), 2)
+    assert half and not odd
+    for (name, arguments), (same_name, same) in zip(launches[:half], launches[half:]):
+        assert name == same_name
+        new = fresh if "fused" in name else (*fresh, WORKSPACE)
+        assert [a for i, a in enumerate(arguments) if i not in new] == [a for i, a in enumerate(same) if i not in new]
 
 
 @pytest.mark.parametrize(
@@ -516,8 +532,12 @@ def test_a_recorded_call_launches_what_a_call_launches(launched, case):
         (Case((70, 5, 130)), [Case((30,) * 7), Case((300, 0, 1, 40)), Case((70, 5, 130))]),
         (Case((200, 200), is_packed=False), [Case((165,) * 3, is_packed=False), Case((1000,), is_packed=False)]),
         (Case((70,) * 66, is_packed=False), [Case((40,) * 132, is_packed=False), Case((512,) * 66, is_packed=False)]),
+        (
+            Case((550,) * 8, HV=16),
+            [Case((550, 600, 560, 500, 510, 570, 585, 520), HV=16), Case((4000, *range(7)), HV=16), Case((1000,) * 4, HV=16)],
+        ),
     ],
-    ids=["packed", "batch", "fused"],
+    ids=["packed", "batch", "fused", "either"],
 )
 def test_a_recorded_call_serves_other_lengths(launched, case, others):
     """What one record launches for each of these is what a call of that length launches."""
@@ -530,10 +550,8 @@ def test_a_recorded_call_serves_other_lengths(launched, case, others):
         o, final_state = repeat((*x, None, *NOT_SERVED))
         assert o.shape == want.o.shape and o.stride() == want.o.stride()
         assert final_state.shape == want.final_state.shape and final_state.is_contiguous()
-        (name, arguments), (same_name, same) = launched
-        assert name == same_name
-        fresh = (O, HT, WORKSPACE) if "fused" not in name else (O, HT)
-        assert [a for i, a in enumerate(arguments) if i not in fresh] == [a for i, a in enumerate(same) if i not in fresh]
+        are_the_same(launched, fresh=(O, HT))
+        assert len(launched) == (4 if case.HV == 16 else 2)
 
 
 def test_lengths_that_another_kernel_serves_are_not_the_records(launched):
@@ -542,6 +560,11 @@ def test_lengths_that_another_kernel_serves_are_not_the_records(launched):
     repeat = record.replayer((*x, None, *NOT_SERVED), kda.record_kda_fwd(p, x))
     _, few = make(Case((500,), is_packed=False), "cpu")
     assert repeat((*few, None, *NOT_SERVED)) is NotImplemented
+    assert not launched
+    p, x = make(Case((550,) * 8, HV=16), "cpu")
+    repeat = record.replayer((*x, None, *NOT_SERVED), kda.record_kda_fwd(p, x))
+    _, others = make(Case((550,) * 6, HV=16), "cpu")  # the second wave would leave many clusters idle
+    assert repeat((*others, None, *NOT_SERVED)) is NotImplemented
     assert not launched
 
 

@@ -13,13 +13,14 @@ import torch
 from cula.core.dispatch import choose
 from cula.core.replay.sizes import by_chunks, resized
 from cula.kda.problem import KdaOptions, KdaProblem
-from cula.ops.cute import kda, kda_schedule, lightning_schedule
+from cula.ops.cute import kda, kda_abi, kda_schedule, lightning_schedule
 from cula.ops.cute.archs import ARCHS, arch_of, find_arch, of_target, target_of
 from cula.ops.cute.kda_schedule import how, schedule
 from cula.ops.cute.toolchain import loader
 
 D, CHUNK, NUM_SMS = 128, 64, 132
 HOPPER_SM, BLACKWELL_SM = (9, 0), (10, 0)
+ANY = "of any length"
 
 HOPPER = KdaProblem(
     device="cuda",
@@ -134,12 +135,11 @@ def test_a_schedule_has_room_for_every_sequence(T, N, HV, is_packed):
         ({"B": 4, "N": 4, "T": 2048, "H": 12, "HV": 12}, 48),  # few, but short
         ({"B": 4, "N": 4, "T": 2049, "H": 12, "HV": 12}, 0),
         ({"T": 2048, "H": 46, "HV": 46}, 0),
-        ({"T": 8192, "N": 4, "H": 12, "HV": 12, "is_packed": True}, 0),
         ({"T": 128, "H": 4, "HV": 4}, 4),  # so few tokens that a launch counts
         ({"T": 128, "N": 8, "H": 2, "HV": 4, "is_packed": True}, 32),
         ({"T": 129, "H": 4, "HV": 4}, 0),
         ({"T": 128, "N": 40, "H": 2, "HV": 4, "is_packed": True}, 0),  # would take several waves
-        ({"N": 5, "H": 96, "HV": 96, "is_packed": True}, 0),  # lengths that are not known
+        ({"N": 4, "H": 24, "HV": 24, "is_packed": True}, 0),  # lengths that are not known, and whatever they are
         ({"N": 6, "H": 96, "HV": 96, "is_packed": True}, 66),  # so many that they average out
         ({"N": 5, "H": 64, "HV": 64, "is_packed": True}, 64),  # a cluster has the same heads of each
         ({"N": 5, "H": 128, "HV": 128, "is_packed": True}, 64),
@@ -158,6 +158,51 @@ def test_fused_where_it_fills_the_gpu(change, clusters):
     assert how(problem, NUM_SMS).startswith(f"fused: one kernel on {clusters} clusters" if clusters else "split: two kernels, ")
 
 
+EITHER = dataclasses.replace(
+    HOPPER, T=8 * 2048, N=8, is_packed=True, options=HOPPER.options._replace(use_qk_l2norm_in_kernel=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "clusters", "longest"),
+    [
+        ({}, 66, 37),  # two waves
+        ({"T": 4 * 2048, "N": 4, "H": 12, "HV": 12}, 48, 37),  # one that is not full
+        ({"T": 4 * 2049, "N": 4, "H": 12, "HV": 12}, 0, None),  # and not short enough for that
+        ({"T": 3 * 2000, "N": 3, "H": 10, "HV": 20, "has_scalar_gate": True}, 60, 37),
+        ({"T": 8 * 512, "g_dtype": torch.float32}, 66, 10),
+        ({"T": 8 * 448}, 0, None),  # over before the other kernels have been launched
+        ({"N": 5, "T": 8192, "H": 96, "HV": 96}, 66, 30),
+        ({"N": 6, "H": 96, "HV": 96}, 66, ANY),  # so many that lengths average out
+        ({"N": 1, "T": 2048, "H": 48, "HV": 48}, 48, 37),
+        ({"N": 6}, 0, None),  # 96 heads: the second wave would leave many clusters idle
+        ({"sm": BLACKWELL_SM}, 0, None),
+        ({"options": HOPPER.options}, 0, None),  # keys as they come
+        ({"options": EITHER.options._replace(batch_invariant=True)}, 0, None),
+        ({"B": 8, "T": 2048, "is_packed": False}, 66, ANY),
+    ],
+    ids=str,
+)
+def test_packed_sequences_that_may_be_of_one_length_are_the_fused_kernels_if_they_are(change, clusters, longest):
+    """Up to `longest` chunks. The split kernels are those of a call of which nothing is known."""
+    problem = dataclasses.replace(EITHER, **change)
+    made = schedule(problem, NUM_SMS)
+    assert made.clusters == clusters
+    if longest in (None, ANY):
+        assert made.kernels == (("split",) if longest is None else ("fused",))
+        assert made.longest == (kda_abi.NO_LENGTH if longest is None else kda_abi.ANY_LENGTH)
+        return
+    assert made.kernels == ("fused", "split") and made.longest == longest * CHUNK
+    assert made._replace(clusters=0, longest=kda_abi.NO_LENGTH) == kda_schedule.split(problem, NUM_SMS)
+    assert made.longest >= kda_schedule.EVEN * problem.T / problem.N
+    assert made.workspace_bytes(problem.HV) > 0
+    said = how(problem, NUM_SMS)
+    assert said.startswith(f"fused, one kernel on {clusters} clusters of two SMs, if no sequence has more than {made.longest} ")
+    assert "; otherwise split: two kernels, " in said
+    split_kernel = kda.variant(problem)
+    assert kda.kernels("kda_fwd", problem, NUM_SMS) == (f"fused_{split_kernel}", split_kernel)
+
+
 def test_a_choice_says_how_a_call_is_done(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda arch: None)
     for name, value in {
@@ -171,8 +216,11 @@ def test_a_choice_says_how_a_call_is_done(monkeypatch):
     choice = choose("kda_fwd", problem)
     choice = dataclasses.replace(choice, how=choice.backend.how("kda_fwd", problem))  # as `cula.explain` does
     line = "  split: two kernels, whole sequences, 780 MiB of workspace: N HV = 96 would leave many of 66 clusters idle"
-    assert str(choice).splitlines()[1] == line
-    assert choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0))) is None  # of a GPU that is not here
+    assert (
+        str(choice).splitlines()[1]
+        == f"{line}; by a kernel that never ran on hardware: it is compared with torch at its first use on a machine"
+    )
+    assert "split" not in choice.backend.how("kda_fwd", dataclasses.replace(problem, sm=(10, 0)))  # of a GPU that is not here
 
 
 def test_how_a_call_is_done_names_both_lengths_of_segments(monkeypatch):
@@ -236,8 +284,12 @@ def test_architectures():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_schedules_found_by_chunks_are_those_of_the_length(is_packed):
     """Whatever lengths came before: two calls on the same input take the same schedule, and give the same bits."""
-    for make in (lambda p: schedule(p, NUM_SMS), lambda p: lightning_schedule.choose_schedule(p, NUM_SMS)):
-        of_length = lambda B, T, N, make=make: make(resized(dataclasses.replace(HOPPER, is_packed=is_packed, H=4, HV=4), B, T, N))
+    few = dataclasses.replace(HOPPER, is_packed=is_packed, H=4, HV=4)
+    either = dataclasses.replace(EITHER, is_packed=is_packed, H=48, HV=48)
+    assert len({schedule(resized(either, 1, T, 5), NUM_SMS).kernels for T in range(64, 3000, 64)}) == 1 + is_packed
+    makers = [lambda p: schedule(p, NUM_SMS), lambda p: lightning_schedule.choose_schedule(p, NUM_SMS)]
+    for make, problem in ((makers[0], few), (makers[1], few), (makers[0], either)):
+        of_length = lambda B, T, N, make=make, problem=problem: make(resized(problem, B, T, N))
         found = by_chunks(of_length)
         for N in (1, 2, 5, 7):
             for T in range(1, 3000, 1 if N == 5 else 3):

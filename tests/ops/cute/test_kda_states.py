@@ -32,6 +32,7 @@ from tests.ops.cute.test_kda import (  # noqa: F401  (fixtures)
     kernels,
     launched,
     make,
+    schedule_of,
 )
 from tests.support.orders import in_each_order
 
@@ -76,6 +77,10 @@ SERVED = [
     Served(Case((100, 330), per_segment=1, shift=-6.0, is_normalised=False), pool=F16, has_mask=True, kept=Kept.STARTS),
     Served(Case((130, 130), is_packed=False, clusters=2, has_state=False), pool=None, kept=Kept.STARTS),
     Served(Case((192, 64, 20), shift=-4.0, size=1e6), pool=F32, kept=Kept.EVERY),
+    *(  # even, and not
+        Served(Case((130, 70, 100), clusters=2, longest=longest, shift=-4.0), pool=BF16, has_mask=True, kept=Kept.EVERY)
+        for longest in (130, 129)
+    ),
 ]  # fmt: skip
 
 
@@ -164,8 +169,7 @@ def check_served(served: Served, device: str, sm: tuple[int, int] = HOPPER_SM) -
         else kda.KeptStates(buffer, served.kept, served.every if offsets is None else 0, offsets)
     )
     o = torch.full((p.B, p.T, p.HV, D), torch.nan, dtype=BF16, device=device)
-    schedule = fused(case.clusters) if case.clusters else split_into(p, case.per_segment, case.num_sms, case.per_chained)
-    kda.run(p, x, schedule, None, o, pool, kept)
+    kda.run(p, x, schedule_of(case, p), None, o, pool, kept)
 
     dtype = "f16" if case.is_normalised else "bf16"
     lengths, start, wants = case.lengths, 0, {}
@@ -202,7 +206,7 @@ def test_served_interpreted(interpreted, served):  # noqa: F811
 
 def split(served: Served) -> Served:
     """As an architecture without a fused kernel serves it."""
-    return dataclasses.replace(served, case=dataclasses.replace(served.case, clusters=0))
+    return dataclasses.replace(served, case=dataclasses.replace(served.case, clusters=0, longest=None))
 
 
 QUICK = (1, 3, 4)  # on Blackwell

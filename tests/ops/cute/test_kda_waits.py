@@ -208,3 +208,18 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkey
     monkeypatch.setattr(kda_self_check, "CALLS", kda_self_check.CALLS[:1])
     interpreted(edit=BROKEN["a window one column on"])
     assert not error() < self_check.LIMIT
+
+
+@pytest.mark.parametrize("name", ["kda_f16_gate_bf16", "fused_kda_f16_gate_bf16"])
+def test_the_comparison_on_hopper_tells_right_from_wrong(interpreted, monkeypatch, name):
+    """Also of a kernel that serves calls that are not its own, or leaves its own alone."""
+    error = lambda: self_check.worst_error(name, torch.device("cpu"), HOPPER_SM)
+    assert error() < 2.2e-3
+    monkeypatch.setattr(kda_self_check, "CALLS", [call for call in kda_self_check.CALLS if call.is_looked_at])
+    for edit in (
+        lambda text: re.sub(r"@%p\d+ exit;", "", text),
+        lambda text: re.sub(r"@%p\d+ exit;", "exit;", text),
+        lambda text: text.replace("wgmma.wait_group.sync.aligned \t1;", "", 1),
+    ):
+        interpreted(edit=edit)
+        assert not error() < self_check.LIMIT

@@ -14,7 +14,7 @@ from cula.core.dispatch import choose, choose_prefill
 from cula.ops.cute import decode, decode_self_check, kda, kda_self_check
 from cula.ops.cute.backend import BACKENDS
 from cula.ops.cute.toolchain import loader, self_check
-from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.ops.cute.test_kda_dispatch import EITHER, HOPPER
 from tests.ops.cute.test_lightning import HOPPER as LIGHTNING_HOPPER
 
 BLACKWELL = dataclasses.replace(HOPPER, sm=(10, 0))
@@ -109,11 +109,11 @@ def test_it_can_be_switched_off(gpu, monkeypatch):
 
 def test_hardware_with_recorded_runs_is_not_compared(gpu):
     made = gpu(error=1.0)
-    assert choose("kda_fwd", HOPPER).name == "cute_sm90"
+    assert choose("lightning_fwd", LIGHTNING_HOPPER).name == "cute_sm90"
     assert not made
 
 
-TRAINING = dataclasses.replace(HOPPER, needs_grad=True, options=HOPPER.options._replace(use_qk_l2norm_in_kernel=True))
+TRAINING = dataclasses.replace(LIGHTNING_HOPPER, device="cuda", needs_grad=True)
 
 
 def test_a_new_kernel_of_hardware_with_recorded_runs_is(gpu):
@@ -121,18 +121,30 @@ def test_a_new_kernel_of_hardware_with_recorded_runs_is(gpu):
     with pytest.warns(UserWarning, match=r"sm_90a kernels.*never run on hardware, but agree .* on this NVIDIA H200"):
         choice = choose_prefill(TRAINING)
     assert (choice.name, choice.backward.name) == ("cute_sm90", "cute_sm90")
-    assert made == [("bwd_kda_f16_gate_bf16", "sm_90a", 0)]
+    assert made == [("bwd_lightning_d128", "sm_90a", 0)]
     gpu(error=2e-2)
-    scalar = choose_prefill(dataclasses.replace(TRAINING, has_scalar_gate=True))
-    assert (scalar.name, scalar.backward.name) == ("cute_sm90", "triton")
-    assert "bwd_kda_f16_gate_bf16_scalar differs" in dict(scalar.backward.passed_over)["cute_sm90"]
+    other = choose_prefill(dataclasses.replace(TRAINING, K=64, V=64))
+    assert (other.name, other.backward.name) == ("cute_sm90", "triton")
+    assert "bwd_lightning_d64 differs" in dict(other.backward.passed_over)["cute_sm90"]
+
+
+def test_each_kind_of_kernel_that_a_call_may_take_is_compared(gpu, monkeypatch):
+    made = gpu(error=1.4e-3)
+    names = [f"{kind}kda_f16_gate_bf16" for kind in ("fused_", "")]
+    with pytest.warns(UserWarning, match=r"sm_90a kernels.*never run on hardware, but agree"):
+        assert choose("kda_fwd", EITHER).name == "cute_sm90"
+    assert [name for name, _, _ in made] == names
+    for wrong in names:
+        finds = {name: {"error": 3e-2 if name == wrong else 0.0} for name in names}
+        with monkeypatch.context() as patched:
+            patched.setattr(self_check, "_objection", lambda name, *_, finds=finds: self_check.judge(name, finds[name]))
+            assert f"on this GPU {wrong} differs" in dict(choose("kda_fwd", EITHER).passed_over)["cute_sm90"]
 
 
 def test_whoever_explains_a_call_reads_that_its_kernel_is_new():
-    found = dataclasses.replace(TRAINING, device="cuda")
-    said = HOPPER_BACKEND.how("kda_bwd", found)
+    said = HOPPER_BACKEND.how("lightning_bwd", TRAINING)
     assert "never ran on hardware" in said and "compared with torch" in said
-    assert "never ran" not in str(HOPPER_BACKEND.how("kda_fwd", found))
+    assert "never ran" not in str(HOPPER_BACKEND.how("lightning_fwd", TRAINING))
 
 
 def test_they_can_be_declined(gpu, monkeypatch):

@@ -78,6 +78,7 @@ class Sizes(NamedTuple):
     segments: Any
     has_transitions: Any
     helpers: Any
+    longest: Any  # None where there is no fused kernel
 
 
 class Target(NamedTuple):
@@ -218,12 +219,14 @@ def split_host(
     per_chained_segment: I32,
     has_transitions: I32,
     helpers: I32,
+    longest: I32,
     stream,
     variant: cutlass.Constexpr,
     target: cutlass.Constexpr,
 ):
     """The arguments of `kda_abi.SPLIT`; launches the intra-chunk kernel and then the recurrence."""
     dtype, traits = variant.dtype, target.arch.kda
+    longest = longest if traits.has_fused and dtype is F16 else None  # the fused kernel's, or this one's whatever there is
     x = operands(
         kda_abi.SPLIT,
         (q, k, v, g, beta, A_log, dt_bias, o, cu),
@@ -244,7 +247,7 @@ def split_host(
         x.gates,
         IntraResults(work.T, work.P, work.vec, work.done),
         x.cu,
-        IntraScalars(scale, lower, beta_top, beta_bits),
+        IntraScalars(scale, lower, beta_top, beta_bits, longest),
         length,
         halvings,
         HV // H,
@@ -269,7 +272,7 @@ def split_host(
     target.launch_recurrence(
         work,
         Tokens(x.v, x.o, states, kept_states, x.cu),
-        Sizes(per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers),
+        Sizes(per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers, longest),
         dtype,
         stream,
     )

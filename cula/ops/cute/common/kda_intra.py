@@ -92,6 +92,7 @@ from cula.ops.cute.common.kda_intra_steps import (
     sum_gates,
     sums_of,
 )
+from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, tma_split
 from cula.ops.cute.common.varlen_index import find_sequence
 from cula.ops.cute.kda_abi import BETA, BOUND, LOWER_LEFT, TILE_BYTES, UPPER_RIGHT
@@ -135,6 +136,7 @@ class IntraScalars(NamedTuple):
     lower: Any
     beta_top: Any
     beta_bits: Any
+    longest: Any = None  # see `kda_lengths.py`; None: the call is the intra-chunk kernel's
 
 
 class IntraResults(NamedTuple):
@@ -163,6 +165,8 @@ def intra_kernel(
 ):
     """A block for each (value head, number of a chunk). T and P are written as whole squares, or by quarters, without the one
     that is zero."""
+    if cutlass.const_expr(scalars.longest is not None):
+        leave_to_fused(mCu, scalars.longest, is_last=False)
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
     hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)

@@ -44,6 +44,7 @@ def launch_recurrence(
             sizes.length,
             sizes.halvings,
             sizes.helpers,
+            sizes.longest,
         ),
         recurrence_mmas(dtype),
         lw,

@@ -52,6 +52,7 @@ from cula.ops.cute.common.kda import operands
 from cula.ops.cute.common.kda_intra import GateInputs, IntraScalars
 from cula.ops.cute.common.kda_intra_smem import Full
 from cula.ops.cute.common.kda_intra_steps import IntraMmas, intra_mmas
+from cula.ops.cute.common.kda_lengths import leave_to_split
 from cula.ops.cute.common.kda_variant import fused_variants
 from cula.ops.cute.common.states import KeptStates, States
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, Tma, by_head, tile_layout, tma_load, tma_store
@@ -98,6 +99,7 @@ class Items(NamedTuple):
     group_of_heads: Any  # value heads of each head of q and k
     HV: Any
     total: Any  # N HV
+    longest: Any  # see `kda_lengths.py`
 
     def at(self, mCu: Any, item: Any) -> Any:
         """(Sequence, value head, first token, tokens) of one of them."""
@@ -159,6 +161,7 @@ def fused_kernel(
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
+    leave_to_split(memory.mCu, items.longest)
 
     if warp_id < RECURRENCE_WARP:
         cute.arch.setmaxregister_decrease(INTRA_REGISTERS)
@@ -223,6 +226,7 @@ def fused_host(
     has_ht: I32,
     length: I32,
     clusters: I32,
+    longest: I32,
     stream,
     variant: cutlass.Constexpr,
 ):
@@ -252,7 +256,7 @@ def fused_host(
         x.gates,
         Memory(by_head(x.o), states, kept_states, x.cu),
         IntraScalars(scale, lower, beta_top, beta_bits),
-        Items(length, HV // H, HV, N * HV),
+        Items(length, HV // H, HV, N * HV, longest),
         intra_mmas(),
         recurrence_mmas(F16),
         lt,

@@ -48,6 +48,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.kda_segments import segment_at, tasks_of
 from cula.ops.cute.common.states import KeptStates, States, address_of, first_kept, load_state, slot_of_first
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, allocate_tile, swapped, tile_at, tile_layout, tma_split
@@ -128,6 +129,7 @@ class BlockSizes(NamedTuple):
     length: Any
     halvings: Any
     helpers: Any
+    longest: Any  # see `kda_lengths.py`; None: the call is this kernel's
 
 
 class Storage(NamedTuple):
@@ -209,6 +211,8 @@ def recurrence_kernel(
 ):
     """A block for each (value head, number): `helpers`, then one for the number of each segment of L chunks. In a sequence of
     which any segment is chained they take segments of chained_L."""
+    if cutlass.const_expr(sizes.longest is not None):
+        leave_to_fused(memory.mCu, sizes.longest, is_last=True)
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_id = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     storage = allocate(lt, lv, lo, dtype)
