@@ -53,8 +53,8 @@ def norm_in_word(square: F32):
 
 @cute.jit
 def look_at_norms(word: I32, j: I32, first: I32, total: F32):
-    """By a warp, whose lanes look at transitions j side by side, the newest in lane 0: (the newest, from `first` on, that with all
-    behind it forgets any state, or -1; log2 of the norms of all of them together). `total` is that of newer ones than these.
+    """By a warp, whose lanes look at transitions j side by side, the newest in lane 0: (the newest from `first` on that, with all
+    behind it, forgets any state, or -1; log2 of the norms of all of them together). `total` is that of newer ones than these.
 
     NaN is less than nothing, and what has infinity as a factor is not small: chains go on beyond those.
     """

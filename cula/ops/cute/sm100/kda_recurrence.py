@@ -611,8 +611,7 @@ def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Cons
             if row >= 0:
                 store_state(piece_of(thread, p), value, address_of(kept.at, row, kept.step, x.hv, kept.kind), kept.kind)
     if cutlass.const_expr(x.is_transition):
-        if x.which == 1:
-            keep_norm(x, thread, square, record)
+        keep_norm(x, thread, square, record)
 
 
 @cute.jit
@@ -623,7 +622,7 @@ def keep_norm(x: cutlass.Constexpr, thread: I32, square: F32, record: I32):
     if thread % 32 == 0:
         sSquares[thread // 32, 0] = of_warp
     NamedBarrier(barrier_id=Barrier.ROWS, num_threads=128).arrive_and_wait()
-    if thread == 0:
+    if thread == 0 and x.which == 1:
         mDone[record] = norm_in_word((sSquares[0, 0] + sSquares[1, 0]) + (sSquares[2, 0] + sSquares[3, 0]))
 
 
