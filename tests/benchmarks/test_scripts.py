@@ -37,3 +37,12 @@ def test_fla_layers(monkeypatch, tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [row["layer"] for row in rows] == ["kda", "gdn"]
     assert all(row["calls_that_cula_took"] > 0 and row["cula"]["training_ms"] > 0 for row in rows)
+
+
+def test_kda_chains(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kda_chains.py", "--tokens=1024", "--heads=1"])
+    runpy.run_path(str(BENCHMARKS / "kda_chains.py"), run_name="__main__")
+    names, _, row = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    cells = dict(zip(names, row))
+    assert cells["segments, chained"] == "16 of 1, 6 of 3"
+    assert cells["fast"] == "0 of 1" and cells["slow"] == "1 of 1; 5 -> 5"

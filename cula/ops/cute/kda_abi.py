@@ -83,6 +83,7 @@ def beta_top(options: KdaOptions) -> float:
 VEC = 256  # floats of a record: e^{G_C} [128], b [64], and what bounds the chunk's transition, 4 to be added and 4 largest ones
 BETA, BOUND, LARGEST = 128, 192, 196  # where the latter three begin
 LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
+COUNT = 3  # the bits of a segment's word in `done` that count its B and M; the others are those of |M|^2, a float32
 TILE_BYTES, SQUARE_BYTES, STATE = CHUNK * K * 2, CHUNK * CHUNK * 2, V * K
 
 WORKSPACE = Workspace(
@@ -91,7 +92,7 @@ WORKSPACE = Workspace(
         Section("T", "records", SQUARE_BYTES),
         Section("P", "records", SQUARE_BYTES),
         Section("vec", "records", 4 * VEC),
-        Section("done", "segments", 4),  # how many of B and M there are
+        Section("done", "segments", 4),  # how many of B and M there are, and M's norm
         Section("B", "transitions", 4 * STATE),
         Section("M", "transitions", 2 * 2 * STATE),  # a pair of 16-bit values, hi + lo
     )

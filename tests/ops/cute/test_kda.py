@@ -262,8 +262,8 @@ def check(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> None:
 # What a chunk forgets
 
 
-def chunk_bounds(p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(o, the last states, the bounds [chunk number, HV] that the intra-chunk kernel left in the workspace)."""
+def section_of_workspace(name: str, p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tuple[torch.Tensor, ...]:
+    """(o, the last states, the bytes of the workspace from a section on), behind a call."""
     kept, empty = [], torch.empty
 
     def keep(*shape, **kwargs):
@@ -277,8 +277,14 @@ def chunk_bounds(p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tu
         o = kda.run(p, x, made, ht)
     work = kept[0]
     transitions = made.segments * p.HV if made.has_transitions else 0
-    at = kda_abi.WORKSPACE.offsets(records=made.chunks * p.HV, segments=made.segments * p.HV, transitions=transitions)["vec"]
-    vec = work[at : at + made.chunks * p.HV * VEC * 4].view(torch.float32).view(made.chunks, p.HV, VEC)
+    offsets = kda_abi.WORKSPACE.offsets(records=made.chunks * p.HV, segments=made.segments * p.HV, transitions=transitions)
+    return o, ht, work[offsets[name] :]
+
+
+def chunk_bounds(p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(o, the last states, the bounds [chunk number, HV] that the intra-chunk kernel left in the workspace)."""
+    o, ht, work = section_of_workspace("vec", p, x, made, monkeypatch)
+    vec = work[: made.chunks * p.HV * VEC * 4].view(torch.float32).view(made.chunks, p.HV, VEC)
     return o, ht, vec[..., BOUND : BOUND + 4].sum(-1) + vec[..., LARGEST : LARGEST + 4].amax(-1)
 
 

@@ -52,7 +52,7 @@ class Work(NamedTuple):
     P: Any  # the same
     vec: Any  # [chunks, HV, VEC]
     all_vecs: Any  # the same as [records, VEC]
-    done: Any  # [segments HV]: how many of a transition's B and M there are
+    done: Any  # [segments HV]: how many of a transition's B and M there are, and M's norm
     B: Any  # [segments HV, 128, 128]
     M: Any  # [2 segments HV, 128, 128]: hi, lo
     all_m: Any  # the same as [256 segments HV, 128]

@@ -7,6 +7,7 @@ What a segment lacks is the state at its start. It gets it in one of two ways.
     come before it at all, it runs over those from the initial state.
   * Chained: otherwise it chains the transitions of the segments before it, S <- M_i S + B_i. They come from the same recurrence
     without output: B from S = 0, and M from S = I and v = 0 (kept as a 16-bit pair, hi + lo; in fp16 hi alone is read).
+    The chain begins where all that came earlier is forgotten, by the norms of the M's (`kda_chain.py`).
 Every warp finds out from the data which way it is. Where all segments warm up nobody computes a transition.
 
 Chained segments wait for blocks of lower numbers in the same launch, where an architecture has one launch for both (Hopper). That
@@ -29,7 +30,9 @@ from cula.ops.cute.kda_abi import BOUND, LARGEST
 
 MAX_WARM_UP = 4  # chunks that a segment may run over before its own
 FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
-ROUNDING = 0.05  # log2 of what the recurrence's own roundings, and those of the bound, may add to a chunk's
+ROUNDING = (
+    0.05  # log2 of what the recurrence's own roundings, and those of the bound, may add to a chunk's; or a chain's, to a step's
+)
 
 
 @cute.jit

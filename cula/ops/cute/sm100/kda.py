@@ -45,7 +45,7 @@ def launch_recurrence(
         if sizes.has_transitions == 1 or cutlass.const_expr(not is_transition):
             recurrence_kernel(
                 tma,
-                Memory(by_head(tokens.o), work.vec, tokens.states, tokens.kept, work.B, work.M, tokens.cu),
+                Memory(by_head(tokens.o), work.vec, tokens.states, tokens.kept, work.B, work.M, work.done, tokens.cu),
                 BlockSizes(sizes.per_segment, sizes.length, sizes.halvings),
                 mmas,
                 lt,

@@ -53,6 +53,7 @@ import cutlass.cute as cute
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fp16_window import inverse_of
+from cula.ops.cute.common.kda_chain import begin_of_chain, norm_in_word, square_of
 from cula.ops.cute.common.kda_segments import segment_at, span_of
 from cula.ops.cute.common.states import (
     KeptStates,
@@ -126,6 +127,7 @@ class Memory(NamedTuple):
     kept: KeptStates
     mB: Any  # [segments HV, 128, 128]
     mM: Any  # [2 segments HV, 128, 128]
+    mDone: Any  # [segments HV]: norms of M's
     mCu: Any  # [N + 1]
 
 
@@ -162,8 +164,8 @@ class Block(NamedTuple):
         return 1 if self.is_f16 else 2
 
     def first_transition(self, task: Task) -> Any:
-        """The first to chain. Without an initial state the first segment's only gives its B, and the second's comes first."""
-        return (task.first_segment + (1 - task.has_h0)) * self.HV + self.hv
+        """The first to chain, behind the one that only gives its B."""
+        return (task.first_segment + task.chain_from + 1) * self.HV + self.hv
 
 
 @cute.kernel
@@ -244,13 +246,15 @@ def write_task(
     slot = slot_of_first(memory.states, segment.seq)
     has_h0 = I32(1) if slot >= 0 else I32(0)
     span = span_of(memory.mVec, hv, which, has_h0, sizes.L, segment, is_transition)
-    i = segment.i
+    i, HV, chain_from = segment.i, memory.mVec.shape[1], I32(-1)
     following, row = I32(-1), I32(0)
     if cutlass.const_expr(not is_transition):
+        if span.is_chained == 1:
+            chain_from = begin_of_chain(memory.mDone, (number - i) * HV + hv, HV, i, has_h0, False)
         following, row = first_kept(memory.kept, memory.mCu, segment.seq, sizes.length, span.out_from)
     task = Task(
-        # of the segments before, from the first on; without an initial state that one only gives its B
-        num_transitions=i - 1 + has_h0 if span.is_chained == 1 else I32(0),
+        num_transitions=i - 1 - chain_from if span.is_chained == 1 else I32(0),
+        chain_from=chain_from,
         num_chunks=cutlass.max(span.to_chunk - span.from_chunk, 0) if span.is_busy else I32(-1),
         is_last=I32(1) if i == segment.segments - 1 else I32(0),
         seq=segment.seq,
@@ -437,11 +441,11 @@ def first_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Con
         for j in cutlass.range_constexpr(128):
             S[j] = one if j == thread else F32(0.0)
     else:
-        if has_h0 == 1 and (task.from_chunk == 0 or task.is_chained == 1):
+        if has_h0 == 1 and (task.from_chunk == 0 or (task.is_chained == 1 and task.chain_from < 0)):
             address = address_of(states.h0, task.slot, states.step, hv, states.kind)
             load_state(lambda m: m[thread, None], S, address, states.kind)
-        if has_h0 == 0 and task.is_chained == 1:
-            cute.autovec_copy(memory.mB[task.first_segment * x.HV + hv, thread, None], S)
+        if task.chain_from >= 0:
+            cute.autovec_copy(memory.mB[(task.first_segment + task.chain_from) * x.HV + hv, thread, None], S)
     for p in cutlass.range_constexpr(4):
         rows.store_s[p](pieces(S)[p])
     stored()
@@ -580,7 +584,7 @@ def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Cons
         after_sync()
     record = (task.first_segment + task.i) * x.HV + x.hv
     back = inverse_of(rows.factor[0])
-    slot = I32(-1)
+    slot, square = I32(-1), F32(0.0)
     if cutlass.const_expr(not x.is_transition):
         slot = slot_of_last(states, task.seq) if task.is_last == 1 else I32(-1)
         is_kept = task.is_last == 1 and row < kept.rows and is_end(kept, following, task.tokens)
@@ -595,7 +599,9 @@ def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Cons
             if x.which == 0:
                 cute.autovec_copy(piece, to(memory.mB[record, thread, None]))
             else:
-                cute.autovec_copy(rounded(piece, dtype), to(memory.mM[2 * record, thread, None]))
+                hi = rounded(piece, dtype)
+                square += square_of(piece, hi)
+                cute.autovec_copy(hi, to(memory.mM[2 * record, thread, None]))
                 residue(piece, dtype)
                 cute.autovec_copy(rounded(piece, dtype), to(memory.mM[2 * record + 1, thread, None]))
         else:
@@ -604,6 +610,20 @@ def last_state(x: cutlass.Constexpr, rows: cutlass.Constexpr, task: cutlass.Cons
                 store_state(piece_of(thread, p), value, address_of(states.ht, slot, states.step, x.hv, states.kind), states.kind)
             if row >= 0:
                 store_state(piece_of(thread, p), value, address_of(kept.at, row, kept.step, x.hv, kept.kind), kept.kind)
+    if cutlass.const_expr(x.is_transition):
+        keep_norm(x, thread, square, record)
+
+
+@cute.jit
+def keep_norm(x: cutlass.Constexpr, thread: I32, square: F32, record: I32):
+    """Of M, given a row's sum of squares; by the rows role."""
+    sSquares, mDone = x.storage.sFactor, x.memory.mDone
+    of_warp = cute.arch.warp_reduction_sum(square)
+    if thread % 32 == 0:
+        sSquares[thread // 32, 0] = of_warp
+    NamedBarrier(barrier_id=Barrier.ROWS, num_threads=128).arrive_and_wait()
+    if thread == 0 and x.which == 1:
+        mDone[record] = norm_in_word((sSquares[0, 0] + sSquares[1, 0]) + (sSquares[2, 0] + sSquares[3, 0]))
 
 
 # Output

@@ -34,6 +34,7 @@ class Barrier(enum.IntEnum):
     """Named barriers."""
 
     OUTPUT = 1  # the warps of the output role
+    ROWS = 2  # those of the rows role
 
 
 class Mbarriers(NamedTuple):
@@ -83,6 +84,7 @@ class Task(NamedTuple):
     out_from: Any  # the first chunk with output
     is_chained: Any
     num_transitions: Any  # to chain before the chunks
+    chain_from: Any  # the segment whose B a chain begins with; -1 for the initial state
     is_last: Any  # of the sequence's segments
     slot: Any  # of the sequence's first state; -1 where it starts from zero
     has_h0: Any  # 1 where it does not
@@ -100,7 +102,7 @@ class Storage(NamedTuple):
     sP: Any
     sO: Any  # [64 tokens, 128 dv]
     sVec: Any  # [1, VEC, stage]
-    sFactor: Any  # [128 dv, 2]
+    sFactor: Any  # [128 dv, 2]; or sums of squares of the rows role's warps
     bars: Any
     sTask: Any
     tmem: Any  # gets the address of tensor memory

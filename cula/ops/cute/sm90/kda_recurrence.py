@@ -48,6 +48,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.kda_chain import begin_of_chain, norm_in_word
 from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.kda_segments import segment_at, tasks_of
 from cula.ops.cute.common.states import KeptStates, States, address_of, first_kept, load_state, slot_of_first
@@ -79,13 +80,12 @@ from cula.ops.cute.sm90.kda_transitions import (
     run_chain,
     store_b,
     store_m,
-    wait_for_transitions,
 )
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 CONSUMER_WARPS = 8
-COUNTING_WARP = 4  # says that a transition is there
+COUNTING_WARP = 4  # says that a transition is there, and where a chain begins
 
 
 class Task(enum.IntEnum):
@@ -142,6 +142,8 @@ class Storage(NamedTuple):
     sVec: Any  # [1, VEC, stage]
     ring: Ring
     transitions: TransitionBarriers
+    sSquares: Any  # [consumers' warps]: of an M
+    sBegin: Any  # [1]: the segment whose B a chain begins with
 
 
 class Block(NamedTuple):
@@ -170,7 +172,9 @@ def allocate(lt: Any, lv: Any, lo: Any, dtype: Any) -> Storage:
     sVec = smem.allocate_tensor(F32, cute.make_layout((1, VEC, STAGES), stride=(VEC, 1, VEC)), byte_alignment=128)
     full, empty, transition_full, transition_empty = [smem.allocate_array(cutlass.Int64, STAGES) for _ in range(4)]
     tiles, transitions = ChunkTiles(sKb, sQg, sP, sT, sKr), TransitionBarriers(transition_full, transition_empty)
-    return Storage(tiles, sV, all_tiles, sO, sVec, Ring(full, empty), transitions)
+    sSquares = smem.allocate_tensor(F32, cute.make_layout(CONSUMER_WARPS), byte_alignment=16)
+    sBegin = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+    return Storage(tiles, sV, all_tiles, sO, sVec, Ring(full, empty), transitions, sSquares, sBegin)
 
 
 @cute.jit
@@ -267,7 +271,7 @@ def transitions_barrier() -> NamedBarrier:
 @cute.jit
 def load_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass.Constexpr, dtype: cutlass.Constexpr):
     """A warp: all that the consumers read, in the order in which they do."""
-    hv, HV, segment, tasks, first_number, start, to_chunk, _, has_h0 = block
+    hv, HV, segment, tasks, first_number, start, to_chunk, _, _ = block
     ring, first_record = storage.ring, segment.chunk0 * HV + hv
     copies = chunk_copies(tma, storage, hv, segment.begin, dtype)
     count = I32(0)
@@ -283,8 +287,8 @@ def load_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass
             transitions_barrier().arrive_and_wait()  # and all chunks before have been read
             cute.arch.fence_proxy("async.global")
             of_m = copy_of(tma.m, storage.all_tiles, cute.local_tile(tma.m.coordinates, (64, 128), (None, 0)))
-            first = (first_number + 1 - has_h0) * HV + hv
-            chain = Chain(first, HV, tasks.i - 1 + has_h0, count % STAGES)
+            begin = cute.arch.make_warp_uniform(storage.sBegin[0])
+            chain = Chain((first_number + begin + 1) * HV + hv, HV, tasks.i - 1 - begin, count % STAGES)
             load_transitions(of_m, storage.transitions, chain, dtype)
         count = load_chunks(copies, ring, count, first_record, HV, start + tasks.is_chained, to_chunk, True, I32(1))
 
@@ -369,7 +373,7 @@ def run_tasks(
             count = run_chunks(w, storage.ring, count, from_chunk, from_chunk + chunks, segment.tokens, sees_v, None, dtype)
             if task != Task.WARM_UP:
                 of = block.first_number + (tasks.b_segment if task == Task.OF_B else tasks.m_segment)
-                keep_transition(w, memory, task, of * block.HV + hv, dtype)
+                keep_transition(w, memory, storage.sSquares, task, of * block.HV + hv, dtype)
     return count
 
 
@@ -381,19 +385,32 @@ def load_first_state(w: cutlass.Constexpr, states: cutlass.Constexpr, block: cut
 
 
 @cute.jit
-def keep_transition(w: cutlass.Constexpr, memory: cutlass.Constexpr, task: I32, record: I32, dtype: cutlass.Constexpr):
+def keep_transition(
+    w: cutlass.Constexpr,
+    memory: cutlass.Constexpr,
+    sSquares: cute.Tensor,
+    task: I32,
+    record: I32,
+    dtype: cutlass.Constexpr,
+):
     """B or M, which accS is, to memory; says that it is there."""
     if cutlass.const_expr(dtype is F16):
         unscale_rows(w.S, w.factor)
     if task == Task.OF_B:
         store_b(w, memory.mB, record)
     else:
-        store_m(w, memory.mM, record, dtype)
+        store_m(w, memory.mM, record, sSquares, dtype)
     cute.arch.fence_acq_rel_gpu()
     NamedBarrier(barrier_id=Barrier.CONSUMERS, num_threads=256).arrive_and_wait()
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == COUNTING_WARP:
         with cute.arch.elect_one():
-            count_done(memory.mDone, record)
+            norm = I32(0)
+            if task == Task.OF_M:
+                square = F32(0.0)
+                for of in cutlass.range_constexpr(CONSUMER_WARPS):
+                    square += sSquares[of]
+                norm = norm_in_word(square)
+            count_done(memory.mDone, record, norm)
 
 
 @cute.jit
@@ -413,12 +430,15 @@ def first_state(
         load_first_state(w, memory.states, block)
     if tasks.is_chained == 1:
         record = block.first_number * HV + hv
-        wait_for_transitions(memory.mDone, record, HV, tasks.i, has_h0)
+        begin = begin_of_chain(memory.mDone, record, HV, tasks.i, has_h0, True)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == COUNTING_WARP:
+            with cute.arch.elect_one():
+                storage.sBegin[0] = begin
         transitions_barrier().arrive()
-        if has_h0 == 0:  # from zero the first transition gives its B
-            load_b(memory.mB, record, w.part, w.thread, w.accS)
-            record += HV
+        if begin >= 0:  # from zero, or from what is forgotten, a transition gives its B
+            load_b(memory.mB, record + begin * HV, w.part, w.thread, w.accS)
+        record += (begin + 1) * HV
         thr_s = w.mmas.s.get_slice(w.thread)
         bM = thr_s.make_fragment_B(thr_s.partition_B(swapped(storage.all_tiles)))  # [N = dk out, K = dk in]
-        chain = Chain(record, HV, tasks.i - 1 + has_h0, (count + 1) % STAGES)
+        chain = Chain(record, HV, tasks.i - 1 - begin, (count + 1) % STAGES)
         run_chain(w, memory.mB, bM, storage.transitions, chain, dtype)

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cula.ops.cute.common.kda_chain import square_of
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a
 from cula.ops.cute.kda_abi import STATE
 from cula.ops.cute.sm90.fp16_window import keep_in_range, scale_rows
@@ -63,36 +64,23 @@ def store_b(w: cutlass.Constexpr, mB: cute.Tensor, record: I32):
 
 
 @cute.jit
-def store_m(w: cutlass.Constexpr, mM: cute.Tensor, record: I32, dtype: cutlass.Constexpr):
+def store_m(w: cutlass.Constexpr, mM: cute.Tensor, record: I32, sSquares: cute.Tensor, dtype: cutlass.Constexpr):
+    """M to memory; the sum of its squares to shared memory, one number for each warp of both consumers."""
     hi, low = rounded(w.accS, dtype), cute.make_rmem_tensor_like(w.accS, dtype)
     cute.autovec_copy(hi, w.ours(mM[2 * record, None, None]))
     if cutlass.const_expr(dtype is not F16):  # see `run_chain`
         low.store((w.accS.load() - hi.load().to(F32)).to(dtype))
         cute.autovec_copy(low, w.ours(mM[2 * record + 1, None, None]))
+    square = cute.arch.warp_reduction_sum(square_of(w.accS, hi))
+    if w.thread % 32 == 0:
+        sSquares[4 * w.part + w.thread // 32] = square
 
 
 @cute.jit
-def count_done(mDone: cute.Tensor, record: I32):
-    """One more of a transition's B and M is in memory, by one thread, after a barrier of all who wrote it."""
-    cute.arch.red(mDone.iterator + record, I32(1), op="add", dtype="s32", sem="release", scope="gpu")
-
-
-@cute.jit
-def wait_for_transitions(mDone: cute.Tensor, record: I32, step: I32, n: I32, has_h0: I32):
-    """Wait for B and M of each of the n segments before ours; without an initial state nobody computes the first M. A lane looks
-    at a segment.
-
-    Blocks of lower numbers compute them. That these have begun, and so will end, relies on the order in which a GPU starts
-    blocks: see `common/kda_segments.py`.
-    """
-    lane = cute.arch.lane_idx()
-    for s in cutlass.range(0, n, 32, unroll=1):
-        j = cutlass.min(s + lane, n - 1)
-        wanted = I32(2) if j > 0 or has_h0 == 1 else I32(1)
-        done = I32(0)
-        while done < wanted:
-            done = cute.arch.load(mDone.iterator + record + j * step, I32, sem="acquire", scope="gpu")
-    cute.arch.sync_warp()
+def count_done(mDone: cute.Tensor, record: I32, norm: I32):
+    """One more of a transition's B and M is in memory, with a norm if it is M, by one thread, after a barrier of all who wrote
+    it."""
+    cute.arch.red(mDone.iterator + record, norm + 1, op="add", dtype="s32", sem="release", scope="gpu")
 
 
 # Chained
