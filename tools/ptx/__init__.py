@@ -2,7 +2,7 @@
 """Run compiled CuTe kernels on a CPU: their PTX, and the host code that launches it, in numpy. No GPU is needed.
 
     simulate("kda_fwd", q, k, v, o, order="late")       # torch tensors or numpy arrays; o is written
-    simulate(..., races=True)                           # looks for accesses of shared memory that no barrier orders
+    simulate(..., races=True)                           # looks for accesses that no barrier, or no proxy fence, orders
     simulate(compiled("kda_fwd").edited(ptx=...), ...)  # the same kernel, broken on purpose
     interpret(monkeypatch, backend_module)              # a whole backend on CPU tensors
 
@@ -23,6 +23,7 @@ new kernel, how orders and races work, how to write a mutation test, and how to 
 | `wgmma.py`, `tcgen05.py`            | tensor cores of Hopper and Blackwell, tensor memory                           |
 | `races.py`                          | what barriers order, and accesses of shared memory that they do not           |
 | `flight.py`                         | reads of shared memory that a barrier does not wait for                       |
+| `proxies.py`                        | proxy fences: accesses that barriers alone do not order                       |
 | `memory.py`, `values.py`            | global memory, TMA descriptors, operands in shared memory; number formats     |
 | `example/`                          | the kernel of `README.md`                                                     |
 """

@@ -101,6 +101,7 @@ class Barriers:
         rounds, waits = barrier.rounds, "arrive" not in i.parts
         if block.races is not None:
             barrier.clock = block.races.new_clock() if barrier.clock is None else barrier.clock
+            block.races.meet(block, warp)
             block.races.release(block, warp, i.place, barrier.clock)
         clock = barrier.clock
         if waits and i.parts[0] == "bar":  # which is short for barrier.aligned

@@ -24,14 +24,14 @@ class Cluster:
         self.blocks = [Block(program, self, rank) for rank in range(math.prod(shape))]
         self.barrier = ClusterBarrier(self.blocks)
 
-    def start(self, parameters, gmem, index, grid, smem_bytes, order, races=False):
-        """Begin the cluster whose first block is `index` of a grid; with `races`, look for them."""
+    def start(self, parameters, gmem, index, grid, smem_bytes, order, log=None):
+        """Begin the cluster whose first block is `index` of a grid; with what the launch has written so far, look for races."""
         self.order = order
         self.events = []  # asynchronous work not done yet, the oldest first
         self.progress = 0  # how much has happened that a wait may be for
         self.smem = np.full((len(self.blocks), -(-smem_bytes // 1024) * 1024), NAN_BYTE, np.uint8)
         self.smem_words = {width: self.smem.reshape(-1).view(f"u{width}") for width in (1, 2, 4, 8)}
-        self.races = Races(self, self.program) if races else None
+        self.races = None if log is None else Races(self, self.program, log)
         self.barrier.start()
         nx, ny, _ = self.shape
         for block in self.blocks:
@@ -129,6 +129,7 @@ class ClusterBarrier:
             arrivals[warp] += 1
             if block.races is not None:
                 clock = self.clocks.setdefault(arrivals[warp], block.races.new_clock())
+                block.races.meet(block, warp)
                 block.races.release(block, warp, i.place, clock)
             block.cluster.progress += 1
             return None

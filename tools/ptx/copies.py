@@ -70,9 +70,13 @@ class Copies:
     def commit_stores(self, i, warp, lanes):
         self.store_groups[warp].append(self.stores[warp])
         self.stores[warp] = []
+        if self.block.races is not None:
+            self.block.races.proxies.commit(self.block, warp)
 
     def wait_stores(self, i, warp, lanes):
         run_down(self.store_groups[warp], int(i.args[0]))
+        if self.block.races is not None and "read" not in i.parts:
+            self.block.races.proxies.complete(self.block, warp, int(i.args[0]))
 
     def commit_loads(self, i, warp, lanes):
         self.load_groups[warp].append(self.loads[warp])
@@ -103,6 +107,8 @@ class Copies:
         if len(coordinates) != tensor_map.rank:
             raise SimulationError(f"{len(coordinates)} TMA coordinates for a descriptor of rank {tensor_map.rank}")
         n = tensor_map.bytes
+        if block.races is not None:
+            self.look_global(i, warp, *tensor_map.rows(coordinates), is_load)
         move = lambda owner, shared: self.move(tensor_map, coordinates, owner, shared, is_load)
         if is_load:
             for owner, at, barrier in self.targets(i, warp, lane, i.parts[5], shared, *i.args[2:4]):
@@ -148,16 +154,21 @@ class Copies:
         else:
             gmem[here[inside]] = smem[there[inside]]
 
-    def look(self, i, warp, owner, address, n, is_write):
+    def look(self, i, warp, owner, address, n, is_write, is_issue=True):
         """Look for a race of n bytes that a copy of this warp's reads or writes."""
         if self.block.races is not None:
-            self.block.races.copy(i, self.block, warp, owner, address, n, is_write)
+            self.block.races.copy(i, self.block, warp, owner, address, n, is_write, is_issue=is_issue)
+
+    def look_global(self, i, warp, start, n, is_load):
+        """Take note of bytes of global memory that a copy reads or writes."""
+        proxies = self.block.races.proxies
+        (proxies.copy_from_global if is_load else proxies.copy_to_global)(i, self.block, warp, start, n)
 
     def store_later(self, i, warp, move, n, shared):
         """Read n bytes of shared memory when they are waited for."""
 
         def leave():
-            self.look(i, warp, self.block, shared, n, False)
+            self.look(i, warp, self.block, shared, n, False, is_issue=False)
             move()
 
         self.look(i, warp, self.block, shared, n, False)
@@ -206,6 +217,8 @@ class Copies:
                 raise SimulationError(f"a bulk copy of {n} bytes at {offset + GMEM_BASE:#x}: both must be multiples of 16")
             self.check_global(offset, n, "bulk copy")
             gmem = block.gmem.bytes[offset : offset + n]
+            if block.races is not None:
+                self.look_global(i, warp, np.array([offset]), n, is_load)
             if is_load:
                 for owner, at, barrier in self.targets(i, warp, lane, i.parts[3], shared, *i.args[3:5]):
                     owner.check_shared(at, n, BULK_ALIGNMENT, "bulk copy")
@@ -284,6 +297,8 @@ class Copies:
         def look():
             for address in to if block.races is not None else ():
                 self.look(i, warp, block, address, n, True)
+            if block.races is not None:
+                block.races.proxies.write(block.view(warp, warp + 1), lanes)
 
         def land():
             look()

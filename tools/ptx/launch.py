@@ -9,6 +9,7 @@ import numpy as np
 from tools.ptx.block import ORDERS
 from tools.ptx.cluster import Cluster
 from tools.ptx.program import Program
+from tools.ptx.proxies import GlobalWrites
 from tools.ptx.values import CLUSTER_BLOCKS, SMEM_BYTES, SimulationError, Unsupported
 
 
@@ -34,7 +35,7 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None
         order: a name of ORDERS.
         size: threads of a block along x, y, z; None for a kernel that says it itself.
         cluster: blocks of a cluster along x, y, z.
-        races: look for races in shared memory.
+        races: look for races in shared memory and for missing proxy fences; with "fences" for these alone.
     """
     program, together = prepared(ptx, kernel, size, cluster)
     if len(program.params) != len(parameters):
@@ -48,10 +49,11 @@ def run(ptx, kernel, parameters, grid, gmem, smem_bytes, order="late", size=None
         if len(raw) > size:
             raise SimulationError(f"parameter {name[-12:]} has {size} bytes, {len(raw)} given")
         space[at : at + len(raw)] = raw
+    log = GlobalWrites(gmem, races == "fences") if races else None
     try:
         with np.errstate(all="ignore"):
             for z, y, x in itertools.product(*(range(0, n, along) for n, along in reversed([*zip(grid, cluster)]))):
-                together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order], races)
+                together.start(space, gmem, (x, y, z), grid, smem_bytes, ORDERS[order], log)
                 together.run()
     finally:
         together.forget()

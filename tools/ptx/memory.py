@@ -92,6 +92,16 @@ class TensorMap:
     def __str__(self):
         return f"sizes {self.sizes} strides {self.strides} box {self.box} swizzle {(0, 32, 64, 128)[self.swizzle]}"
 
+    def rows(self, coordinates):
+        """Offsets in global memory of the rows of the box, and their bytes; what is outside of the tensor is left out."""
+        (first, *others), (extent, *_) = coordinates, self.box
+        low, high = max(first, 0), min(first + extent, self.sizes[0])
+        offset = np.array([self.address - GMEM_BASE + low * self.element], S64)
+        for at, extent, size, stride in zip(others, self.box[1:], self.sizes[1:], self.strides[1:]):
+            x = np.arange(max(at, 0), min(at + extent, size))
+            offset = (x[:, None] * stride + offset[None, :]).reshape(-1)
+        return (offset, (high - low) * self.element) if high > low else (offset[:0], 0)
+
     def place(self, coordinates, smem_address):
         """For each element of the box: its byte offset in global memory, whether it is inside, its shared memory address."""
         offset, inside = np.zeros(1, S64), np.ones(1, bool)

@@ -3,6 +3,7 @@ r"""Edits that break a kernel's PTX on purpose, for tests that show that the sim
 
     compiled("kda_fwd").edited(ptx=without_wait(3))                 # the fourth mbarrier wait is over at once
     compiled("kda_fwd").edited(ptx=without(NAMED_BARRIER, 0))       # the first named barrier is gone
+    compiled("kda_fwd").edited(ptx=without(PROXY_FENCE, 2))         # the third proxy fence is gone
     compiled("kda_fwd").edited(ptx=replace(r"bar\.sync \t1, 128", "bar.sync \t1, 160"))
 
 Each returns a function from text to text, which is what `Compiled.edited` and the function that `interpret` returns take. Both
@@ -15,13 +16,14 @@ from collections.abc import Callable
 
 Edit = Callable[[str], str]
 
-# What kernels wait at, as the DSL writes it.
+# What kernels wait at, and fences, as the DSL writes them.
 MBARRIER_WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 (\S+), [^;]*;"
 BLOCK_BARRIER = r"bar\.sync \t0;"
 NAMED_BARRIER = r"bar(?:rier)?\.sync \t%?\w+, \d+;"
 CLUSTER_WAIT = r"barrier\.cluster\.wait[^;]*;"
 WGMMA_WAIT = r"wgmma\.wait_group\.sync\.aligned \t?\d+;"
 BULK_STORE_WAIT = r"cp\.async\.bulk\.wait_group(?:\.read)? \t?\d+;"
+PROXY_FENCE = r"fence\.proxy\.async[^;]*;"
 
 IS_OVER = r"setp.eq.b32 \1, 0, 0;"  # in place of an mbarrier wait: its predicate is true
 

@@ -182,6 +182,18 @@ def reduce(v, m, place, space, address, offset, operation, value):
     {"add": np.add, "min": np.minimum, "max": np.maximum}[operation].at(words.view(value.dtype), at, value)
 
 
+def fence(v, m, spaces):
+    """fence.proxy.async for some state spaces."""
+    if v.block.races is not None:
+        v.block.races.proxies.fence(v, m, spaces)
+
+
+def meet(v, m):
+    """bar.warp.sync of whole warps."""
+    if v.block.races is not None:
+        v.block.races.proxies.meet_warps(v, m)
+
+
 # Lanes of a warp.
 
 
@@ -293,6 +305,6 @@ ENVIRONMENT = {
     "np": np, "copy": np.copyto, "add": np.add, "sub": np.subtract, "mul": np.multiply, "U16": U16, "S32": S32, "U32": U32,
     "S64": S64, "U64": U64, "F32": F32, "widen": widen, "f32_to_bf16": f32_to_bf16, "narrow": narrow,
     **{f.__name__: f for f in (fma, rsqrt, divide, multiply_high, shift, funnel_shift, lop3, permute_bytes, population, packed,
-                               pack, round_tf32, to_integer, load, store, reduce, elect, shuffle, vote, reduce_warp, ldmatrix,
-                               stmatrix, mma)},
+                               pack, round_tf32, to_integer, load, store, reduce, fence, meet, elect, shuffle, vote,
+                               reduce_warp, ldmatrix, stmatrix, mma)},
 }  # fmt: skip

@@ -21,6 +21,7 @@ from tools.ptx.instruction import (
     Instruction,
     parse_operands,
 )
+from tools.ptx.proxies import is_generic
 from tools.ptx.translate import translate
 from tools.ptx.values import PARAM_BASE, SMEM_BASE, SimulationError, Unsupported
 
@@ -185,6 +186,16 @@ class Program:
     def in_flight(self):
         """Places of reads of shared memory that may not have happened, by the places of releases."""
         return reads_in_flight(self)
+
+    @functools.cached_property
+    def is_generic(self):
+        """For each place, whether what is written there is written through the generic proxy."""
+        return np.array([is_generic(i) for i in self.code])
+
+    @functools.cached_property
+    def is_acquire(self):
+        """For each place, whether it is a load by which a warp knows what others did before they wrote what it reads."""
+        return np.array([i.parts[0] == "ld" and "acquire" in i.parts for i in self.code])
 
     def source(self, at):
         """Python for an instruction that needs no scheduler and has no predicate, else ""."""

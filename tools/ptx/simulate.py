@@ -87,7 +87,7 @@ def compiled(name: str, arch: str = "sm_90a", modules: Modules | None = None) ->
 
 def simulate(
     kernel: str | Compiled, *arguments: Any, arch: str = "sm_90a", modules: Modules | None = None, order: str = "late",
-    races: bool = False,
+    races: bool | str = False,
 ) -> None:  # fmt: skip
     """Call a variant on the CPU, with the arguments a GPU call takes; outputs are written into the tensors.
 
@@ -97,7 +97,8 @@ def simulate(
         arch, modules: where to find a name: modules with a function `variants()`, as `cula.ops.cute.toolchain.variants` describes
             it; None for the package's own.
         order: in which order asynchronous work and warps go; see `ORDERS`.
-        races: whether to look for accesses of shared memory that no barrier orders; see `races.py`.
+        races: whether to look for accesses of shared memory that no barrier orders (see `races.py`), and of any memory that no
+            proxy fence orders (see `proxies.py`); with "fences" for the latter alone.
 
     Raises:
         HostError: what the compiled function would raise: wrong shapes, dtypes, alignment.
@@ -132,7 +133,7 @@ def interpret(monkeypatch: Any, module: ModuleType) -> Callable[..., None]:
         `races` as `simulate` takes them, and `edit` a function that breaks the PTX of every kernel.
     """
 
-    def use(order: str = "late", edit: Edit | None = None, races: bool = False) -> None:
+    def use(order: str = "late", edit: Edit | None = None, races: bool | str = False) -> None:
         def load(name, arch):
             code = compiled(name, arch)
             code = code if edit is None else code.edited(ptx=edit)

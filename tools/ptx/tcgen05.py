@@ -80,6 +80,7 @@ class Part(NamedTuple):
     read_a: Callable[[], np.ndarray]  # [M or M / 2, K]
     read_b: Callable[[], np.ndarray]  # [N or N / 2, K]
     write: Callable[[np.ndarray], None]  # its rows of D
+    offsets: list[np.ndarray]  # of operands in its shared memory
 
 
 class TensorMemory:
@@ -334,6 +335,9 @@ class TensorMemory:
         mma, members = self.decode(i, warp, lane), self.members()
         disabled = np.split(mma.is_disabled, len(members))
         parts = [member.part(mma, is_disabled) for member, is_disabled in zip(members, disabled)]
+        for part in parts if self.block.races is not None else ():
+            for offsets in part.offsets:
+                self.block.races.issued_operand(i.place, self.block, warp, part.block, offsets)
 
         def compute():
             for part in parts:
@@ -352,9 +356,9 @@ class TensorMemory:
         lanes, column = form.lanes(mma.to >> 16, "D"), mma.to & 0xFFFF
         self.check_columns(column, form.columns, "tcgen05.mma D")
         keep, columns = ~is_disabled[lanes], slice(column, column + form.columns)
-        in_smem = self.operand_in_smem
-        rows_a, rows_b = form.M // form.blocks, form.N // form.blocks
-        read_a = self.operand_in_tmem(mma.a, form) if mma.a_in_tmem else in_smem(mma.a, form, form.a_is_mn, rows_a, form.a_format)
+        b = self.offsets(mma.b, form, form.b_is_mn, form.N // form.blocks)
+        a = None if mma.a_in_tmem else self.offsets(mma.a, form, form.a_is_mn, form.M // form.blocks)
+        read_a = self.operand_in_tmem(mma.a, form) if a is None else self.operand_in_smem(a, form, form.a_format)
 
         def write(rows):
             D = form.fold(rows)
@@ -362,7 +366,7 @@ class TensorMemory:
                 D = D + self.cells[lanes, columns].view(F32)
             self.cells[lanes[keep], columns] = D.astype(F32).view(U32)[keep]
 
-        return Part(self.block, read_a, in_smem(mma.b, form, form.b_is_mn, rows_b, form.b_format), write)
+        return Part(self.block, read_a, self.operand_in_smem(b, form, form.b_format), write, [b] if a is None else [a, b])
 
     def operand_in_tmem(self, address, form):
         """A function that reads A [M, K] from tensor memory. 16-bit operands lie two in a column, the low half first."""
@@ -379,17 +383,17 @@ class TensorMemory:
 
         return read
 
-    def operand_in_smem(self, descriptor, form, is_mn, rows, number_format):
+    def operand_in_smem(self, offsets, form, number_format):
         """A function that reads an operand [rows, K] from shared memory."""
-        if form.element == 4 and is_mn and descriptor >> SWIZZLE_AT != WIDE_ATOMS:
-            # The DSL builds such descriptors without a word.
-            raise SimulationError("an MN-major tf32 operand: only the 128-byte swizzle of 32-byte pieces exists")
-        offsets, smem = self.offsets(descriptor, is_mn, rows, form.K, form.element), self.block.smem_words[form.element]
+        smem = self.block.smem_words[form.element]
         return lambda: form.number(smem[offsets // form.element], number_format)
 
-    def offsets(self, descriptor, is_mn, rows, k, element):
-        """A tcgen05 descriptor: other swizzle codes than wgmma's, and a version field."""
-        mode = descriptor >> SWIZZLE_AT
+    def offsets(self, descriptor, form, is_mn, rows):
+        """In bytes, of an operand in shared memory. A tcgen05 descriptor has other swizzle codes than wgmma's, and a version."""
+        mode, element = descriptor >> SWIZZLE_AT, form.element
+        if element == 4 and is_mn and mode != WIDE_ATOMS:
+            # The DSL builds such descriptors without a word.
+            raise SimulationError("an MN-major tf32 operand: only the 128-byte swizzle of 32-byte pieces exists")
         if mode not in SWIZZLE_BITS:
             raise SimulationError(f"tcgen05 descriptor {descriptor:#x}: swizzle mode {mode}")
         if descriptor >> 46 & 3 != 1:
@@ -397,7 +401,7 @@ class TensorMemory:
         if descriptor >> 52 & 1 or descriptor >> 49 & 7:
             raise Unsupported("a tcgen05 descriptor with an absolute leading offset or a base offset")
         atoms = SWIZZLE_BITS[mode], mode == WIDE_ATOMS
-        found = operand_offsets(*descriptor_fields(descriptor), *atoms, is_mn, rows, k, element)
+        found = operand_offsets(*descriptor_fields(descriptor), *atoms, is_mn, rows, form.K, element)
         if found.min() < 0 or found.max() + element > self.block.smem_bytes:
             raise SimulationError(f"a tcgen05.mma descriptor reaches shared memory {found.min():#x}..{found.max():#x}")
         return found

@@ -15,11 +15,12 @@ give wrong numbers without a word.
 """
 
 from tools.ptx.instruction import VIEW_OF_TYPE, WIDTH, Vector
+from tools.ptx.proxies import covered_spaces
 from tools.ptx.values import PARAM_BASE, SMEM_WINDOW, Unsupported
 
 BITS = {1: "H", 2: "H", 4: "U", 8: "D"}  # the view of bits, by width
-IGNORED = ("fence", "prefetch", "setmaxnreg", "griddepcontrol", "nanosleep", "wgmma.fence", "tcgen05.fence", "bar.warp")
-IGNORED += ("discard", "applypriority", "membar")
+IGNORED = ("prefetch", "setmaxnreg", "griddepcontrol", "nanosleep", "wgmma.fence", "tcgen05.fence")
+IGNORED += ("discard", "applypriority")
 
 
 def translate(program, i):
@@ -279,6 +280,19 @@ def memory(R, program, i):
     return f"{'load' if name == 'ld' else 'store'}(v,m,{i.place},{space!r},{base},{offset},{width},({','.join(rows)},){signed})"
 
 
+def fence(R, program, i):
+    """Of proxies (see `proxies.py`); all others are ignored."""
+    spaces = covered_spaces(i)
+    if spaces is None:
+        raise unsupported(i)
+    return f"fence(v,m,{spaces!r})" if spaces else "pass"
+
+
+def bar(R, program, i):
+    """bar.warp.sync, at which the lanes of a warp meet; the others wait."""
+    return "meet(v,m)" if i.starts("bar.warp") else None
+
+
 def red(R, program, i):
     """A reduction in memory."""
     operation = next((word for word in i.parts if word in ("add", "min", "max")), None)
@@ -347,6 +361,7 @@ def mma(R, program, i):
 RULES = {
     "mov": mov, "cvta": cvta, "shl": shift, "shr": shift, "shf": funnel, "lop3": lop3, "prmt": prmt, "popc": popc,
     "selp": selp, "setp": setp, "cvt": cvt, "ld": memory, "st": memory, "red": red, "elect": elect, "mapa": mapa,
+    "fence": fence, "membar": fence, "bar": bar,
     "shfl": shfl, "vote": vote, "redux": redux, "ldmatrix": matrix, "stmatrix": matrix, "mma": mma,
     **dict.fromkeys(("and", "or", "xor", "not"), bitwise),
     **dict.fromkeys({"mad", "fma", *FLOAT_BINARY, *FLOAT_UNARY, *INTEGER_BINARY}, arithmetic),

@@ -122,7 +122,7 @@ class Wgmma:
             block.registers["U"][rows, threads] = NAN
             for w in range(warp, warp + 4):
                 self.issued[w].append(product)
-            self.look(product, range(warp, warp + 4))
+            self.look(product, range(warp, warp + 4), True)
 
     def wait(self, first, end, left):
         """Run the products of all but the last `left` groups of these warps."""
@@ -132,7 +132,7 @@ class Wgmma:
                 for product in self.groups[warp].pop(0):
                     todo.setdefault(id(product), (product, []))[1].append(warp)
         for product, warps in todo.values():
-            self.look(product, warps)
+            self.look(product, warps, False)
         chains = []
         for product, warps in todo.values():
             if chains and chains[-1][1] == warps and product.continues(chains[-1][0][0]):
@@ -143,14 +143,14 @@ class Wgmma:
         for products, warps in chains:
             self.run(products, warps, tiles)
 
-    def look(self, product, warps):
+    def look(self, product, warps, is_issue):
         """Each warp of a product reads all of its operands in shared memory."""
         if self.block.races is not None:
             operands = [(product.b, product.b_is_mn_major, product.n)]
             if not isinstance(product.a, tuple):
                 operands.append((product.a, product.a_is_mn_major, M))
             for operand in operands:
-                self.block.races.operand(product.place, self.block, list(warps), self.offsets(*operand))
+                self.block.races.operand(product.place, self.block, list(warps), self.offsets(*operand), is_issue)
 
     def run(self, products, warps, tiles):
         """One product over the k of all of them; summed exactly, rounded once."""

@@ -28,7 +28,7 @@ PROGRAM = """
 """
 
 
-def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False, threads=32):
+def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False, threads=32, clusters=1):
     """What %r3 holds in each lane after a body that finds x in %r1 and y in %r2; all as bits."""
     gmem = GlobalMemory(1 << 16)
     x = np.ascontiguousarray(x).view(np.uint32)
@@ -36,7 +36,8 @@ def run(body, x, y=None, smem_bytes=1024, order="late", cluster=1, races=False, 
     (px, _), (py, _), (pz, out) = gmem.put(x), gmem.put(y), gmem.put(np.zeros(threads * cluster, np.uint32))
     parameters = [struct.pack("<Q", p) for p in (px, py, pz)]
     program, size = PROGRAM.replace("@THREADS@", str(threads)).replace("@BODY@", body), (cluster, 1, 1)
-    launch.run(program, "one", parameters, size, gmem, smem_bytes, order, cluster=size, races=races)
+    grid = (cluster * clusters, 1, 1)
+    launch.run(program, "one", parameters, grid, gmem, smem_bytes, order, cluster=size, races=races)
     return out.copy()
 
 
@@ -239,7 +240,8 @@ class TestClusters:
     def test_races(self, order):
         store, load = "st.shared::cluster.b32 [%r10], %r1;", "ld.shared.b32 %r3, [%r5];"
         add = "red.shared::cluster.add.u32 [%r10], %r1; red.shared::cta.add.u32 [%r5], %r1;"
-        push = "st.shared.b32 [%r5+128], %r1;" + self.PUSH.format(128).replace("[shared]", "[shared+128]")
+        push = "st.shared.b32 [%r5+128], %r1; fence.proxy.async.shared::cta;"
+        push += self.PUSH.format(128).replace("[shared]", "[shared+128]")
         for body in (store + self.SYNC + load, load + self.SYNC + store, add, push + self.WAIT + load):
             self.run(body + self.SYNC, order, races=True)
         for body in (
