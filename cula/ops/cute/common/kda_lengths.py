@@ -32,11 +32,12 @@ from cula.ops.cute.kda_abi import ANY_LENGTH
 
 @cute.jit
 def longest_sequence(mCu: cute.Tensor):
-    """Tokens of the longest, by a warp."""
+    """Tokens of the longest, by a warp. Offsets are read past the L1 cache, since split kernels read them before their wait."""
     N, longest = cute.size(mCu) - 1, I32(0)
     for first in cutlass.range(0, N, 32, unroll=1):
         n = cutlass.min(first + cute.arch.lane_idx(), N - 1)
-        longest = cutlass.max(longest, mCu[n + 1] - mCu[n])
+        begin, end = (cute.arch.load(mCu.iterator + (n + i), I32, sem="relaxed", scope="gpu") for i in range(2))
+        longest = cutlass.max(longest, end - begin)
     return cute.arch.warp_redux_sync(longest, "max")
 
 
