@@ -34,10 +34,10 @@ class Call:
     group: dist.ProcessGroup | None  # None: a single rank
     rank: int
     size: int
-    number: int  # of the call on its group; keeps the messages of calls apart
     has_initial_state: bool  # of a batch: on rank 0 only
     output_final_state: bool
     broadcast_final_state: bool
+    number: int = 0  # of the call on its group, once the ranks agree on it; keeps the messages of calls apart
 
     @property
     def first(self) -> int:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cula.dist.cost import Schedule
 from cula.dist.cp import cp_call, tp_cp_call
-from cula.dist.tp import tp_call
+from cula.dist.plan import CpOptions
+from cula.dist.tp import TpOptions, tp_call
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnInputs
 
@@ -50,15 +51,8 @@ def cula_gdn_tp(
     Example:
         >>> o, state = cula_gdn_tp(q, k, v, g, beta, tp_group=group, tp_size=2, tp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "tp_group": tp_group,
-        "tp_size": tp_size,
-        "tp_rank": tp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return tp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_tp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output, nvshmem_backend)
+    return tp_call(FAMILY, GdnInputs(q, k, v, g, beta), tp, kwargs, "cula_gdn_tp")
 
 
 def cula_gdn_cp(
@@ -110,20 +104,10 @@ def cula_gdn_cp(
     Example:
         >>> o, state = cula_gdn_cp(q, k, v, g, beta, sp_group=group, sp_size=4, sp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "sp_group": sp_group,
-        "sp_size": sp_size,
-        "sp_rank": sp_rank,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cp_mode": cp_mode,
-        "cu_seqlens": cu_seqlens,
-        "sp_mode": sp_mode,
-        "broadcast_final_state": broadcast_final_state,
-        "schedule": schedule,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return cp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_cp")
+    x = GdnInputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    cp = CpOptions(cp_mode, sp_mode, output_final_state, broadcast_final_state, schedule)
+    kwargs["nvshmem_backend"] = nvshmem_backend
+    return cp_call(FAMILY, x, (sp_group, sp_size, sp_rank), cp, kwargs, "cula_gdn_cp")
 
 
 def cula_gdn_tp_cp(
@@ -157,14 +141,5 @@ def cula_gdn_tp_cp(
     Returns:
         What `cula_gdn_cp` returns, with this rank's heads, or all of them with `gather_output`.
     """
-    given = {
-        "tp_group": tp_group,
-        "sp_group": sp_group,
-        "tp_size": tp_size,
-        "sp_size": sp_size,
-        "tp_rank": tp_rank,
-        "sp_rank": sp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-    }
-    return tp_cp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_tp_cp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output)
+    return tp_cp_call(FAMILY, GdnInputs(q, k, v, g, beta), tp, (sp_group, sp_size, sp_rank), kwargs, "cula_gdn_tp_cp")
