@@ -19,6 +19,7 @@ from torch import Tensor
 IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
+STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -208,10 +209,19 @@ def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> Non
 
 def is_null_nonpositive(who: str, null_index: str) -> bool:
     """Whether slot 0 marks padding too; ValueError for an unknown word."""
+    return _meaning(who, "null_index", null_index, NULL_INDICES)
+
+
+def is_state_kv(who: str, state_layout: str) -> bool:
+    """Whether states have K in front; ValueError for an unknown word."""
+    return _meaning(who, "state_layout", state_layout, STATE_LAYOUTS)
+
+
+def _meaning(who: str, name: str, given: str, known: dict[str, bool]) -> bool:
     try:
-        return NULL_INDICES[null_index]
+        return known[given]
     except (KeyError, TypeError):
-        check_choice(who, "null_index", null_index, tuple(NULL_INDICES))
+        check_choice(who, name, given, tuple(known))
         raise
 
 
