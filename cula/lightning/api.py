@@ -32,6 +32,7 @@ class LightningKeywords(TypedDict, total=False):
     has_initial_state: Tensor | None
     null_index: Literal["negative", "nonpositive"]
     out: Tensor | None
+    batch_invariant: bool
     backend: str
 
 
