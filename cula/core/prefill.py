@@ -151,6 +151,14 @@ def prefill(
     return result
 
 
+def prefill_by(backend: str, family: Family, x: Any, options: Any, out: Tensor | None, who: str) -> tuple[Tensor, Tensor | None]:
+    """A prefill by one backend and no other, for the functions of level 0 that name hardware: forward only, int32 offsets."""
+    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
+    with torch.no_grad():
+        return prefill(family, x, options, Serving(out=out), backend=backend, who=who)
+
+
 def _grads(x: Any) -> tuple[bool, ...]:
     """Which inputs require a gradient: a backend may have those of some and not of others."""
     return tuple([t is not None and t.requires_grad for t in x])
