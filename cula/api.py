@@ -18,7 +18,7 @@ from cula.core.decode import call_decode
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.gdn.api import cula_gdn
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
@@ -28,7 +28,7 @@ Mode = Literal["kda", "gdn", "lightning"]  # what `cula_decode` decodes
 __all__ = ["cula_decode", "cula_gdn", "cula_kda", "cula_lightning", "explain"]
 
 
-@ranged
+@nvtx_range
 def cula_decode(
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype as sentences have it, `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
@@ -84,8 +84,7 @@ def reshaped(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int, ..
 
 def check_dtype(who: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if t.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ArgumentTypeError(f"{who}: {name} has dtype {str(t.dtype).removeprefix('torch.')}; expected {names}")
+        raise ArgumentTypeError(f"{who}: {name} has dtype {dtype_name(t.dtype)}; expected {', '.join(map(dtype_name, allowed))}")
 
 
 def check_devices(who: str, device: torch.device, **tensors: Tensor | None) -> None:
@@ -141,8 +140,12 @@ def check_cu_seqlens_values(cu_seqlens: Tensor | None, q: Tensor, who: str) -> N
     offsets = cu_seqlens.tolist()
     T = q.shape[1]
     if offsets[0] != 0 or offsets[-1] != T or any(b < a for a, b in itertools.pairwise(offsets)):
-        shown = offsets if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
-        raise ValueError(f"{who}: cu_seqlens is {shown}; expected non-decreasing offsets from 0 to T = {T}")
+        raise ValueError(f"{who}: cu_seqlens is {shown_offsets(offsets)}; expected non-decreasing offsets from 0 to T = {T}")
+
+
+def shown_offsets(offsets: Sequence[int]) -> list[Any]:
+    """Offsets as an error shows them: of many, the first and the last."""
+    return list(offsets) if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
 
 
 def check_state(who: str, name: str, h: Tensor | None, N: int, HV: int, V: int, K: int) -> None:

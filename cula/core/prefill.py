@@ -299,10 +299,10 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
     # Without the tensors of this call, which would live as long as the record.
     bare, Inputs, count = request._replace(x=None, serving=NOTHING_TO_SERVE), type(x), len(x)
 
-    def again(tensors: tuple[Tensor | None, ...]) -> Any:
+    def replay(tensors: tuple[Tensor | None, ...]) -> Any:
         others, serving = Inputs(*tensors[:count]), Serving(*tensors[count:])
         if not is_as_given:
             others = family.check(others, bare.problem.options, bare.who)[1]
         return execute(bare._replace(x=others, serving=serving), choice)
 
-    return again
+    return replay

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cula.core.checks import INDEX_DTYPES, ArgumentTypeError
+from cula.core.checks import INDEX_DTYPES, ArgumentTypeError, shown_offsets
 
 SP_MODES = ("complete", "split")
 
@@ -165,8 +165,7 @@ def host_offsets(cu_seqlens: Tensor, who: str) -> tuple[int, ...]:
         return known[2]
     offsets = tuple(cu_seqlens.tolist())
     if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)):
-        shown = list(offsets) if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
-        raise ValueError(f"{who}: cu_seqlens is {shown}; expected non-decreasing offsets from 0")
+        raise ValueError(f"{who}: cu_seqlens is {shown_offsets(offsets)}; expected non-decreasing offsets from 0")
     _host_copies[key] = (weakref.ref(cu_seqlens, lambda _: _host_copies.pop(key, None)), version, offsets)
     return offsets
 

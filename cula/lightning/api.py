@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cula.core.checks import is_null_nonpositive, one_of
 from cula.core.constants import CHUNK
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.core.prefill import call_prefill
 from cula.lightning.family import FAMILY
 
@@ -48,7 +48,7 @@ def cula_lightning(
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
-@ranged
+@nvtx_range
 def cula_lightning(
     Q: Tensor | None = None,
     K: Tensor | None = None,
