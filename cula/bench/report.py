@@ -67,7 +67,7 @@ def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[st
     out = [f"# Benchmarks: {short_name(loaded[-1])}", ""]
     out += [f"Made by `cula-bench report` from {', '.join(f'`{s}`' for s in sources)}. Nothing here is typed by hand.", ""]
     if results:
-        out += _suites(results, rows, pictures)
+        out += _suites(rows, pictures)
     for result, source in zip(loaded, sources, strict=True):
         if passes.is_passes(result):
             out += ["## Passes of a KDA call", "", passes.text(result, source), ""]
@@ -77,7 +77,7 @@ def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[st
     return "\n".join(out).rstrip() + "\n"
 
 
-def _suites(results: Sequence[Result], rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
+def _suites(rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
     out = _pictures(pictures, list(pictures)[:1])
     out += ["## Summary", "", *_md_table(summary.HEAD, [g.cells() for g in summary.groups(rows)]), ""]
     out += [

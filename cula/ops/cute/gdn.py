@@ -19,6 +19,7 @@ from torch import Tensor
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
+from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import form_of
@@ -271,10 +272,7 @@ def _numbers(
     for name, states in (("h0", h0), ("ht", ht)):
         numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
         numbers[f"{name}_kind"] = 0 if states is None else KINDS[states.dtype]
-    beta_top = 0.0
-    if p.options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
-    numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top, "is_indexed": is_indexed}
+    numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top(p.options), "is_indexed": is_indexed}
     numbers |= {"first_slot": first_slot, "num_slots": h0.shape[0] if is_indexed and h0 is not None else 0}
     numbers |= {"g_bits": BITS[x.g.dtype], "beta_bits": BITS[x.beta.dtype], "has_gate": p.gate == "softplus"}
     return numbers | _sizes(p, schedule)
