@@ -85,8 +85,8 @@ def cula_gdn_cp(
         initial_state: `[N, HV, V, K]` float32, bfloat16 or float16 of all sequences; counts on rank 0. Of a batch the other
             ranks may pass None; of packed sequences every rank passes a tensor or none does.
         output_final_state: return the states after the last tokens, on the last rank.
-        cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks work at once on the maps of
-            their tokens and scans those; "auto" takes the cheaper by `cula.dist.cost`.
+        cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks make the transitions of their
+            tokens at once, and scans those; "auto" takes the cheaper by `cula.dist.cost`.
         cu_seqlens: *global* offsets `[N + 1]` of packed sequences, int32 or int64, on the CPU or on q's device.
         sp_mode: "complete" (a sequence on one rank) or "split" (the packed range cut evenly).
         broadcast_final_state: return `final_state` on every rank.
