@@ -63,6 +63,13 @@ def check_tensor(who: str, name: str, t: Any) -> None:
         raise ArgumentTypeError(f"{who}: {name} is {type(t).__name__}; expected a torch.Tensor")
 
 
+def check_given(who: str, mode: str, **tensors: Tensor | None) -> None:
+    """ValueError for a tensor that a mode of decode cannot do without."""
+    for name, t in tensors.items():
+        if t is None:
+            raise ValueError(f"{who}: mode {mode!r} needs {name}=")
+
+
 def rank_of(who: str, name: str, t: Tensor) -> int:
     check_tensor(who, name, t)
     return t.dim()

@@ -125,7 +125,7 @@ def signature_of(
     common += options._asdict().items()
     common += [("backend", kernels.backend), ("needs_grad", kernels.needs_grad)]
     common += [(name, value) for name, value in kernels.options._asdict().items() if name != "output_final_state"]
-    for name in kernels.family.Inputs._fields[3:-2]:
+    for name in kernels.family.own:
         t = getattr(x, name)
         common.append((name, None if t is None else (t.dim(), str(t.dtype))))
     if offsets:
