@@ -15,7 +15,7 @@ import torch
 
 import cula
 from cula import reference
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.dispatch import choose
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem

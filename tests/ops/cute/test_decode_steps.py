@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cula.core import dispatch
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.kda.problem import KdaDecodeInputs
