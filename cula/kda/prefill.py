@@ -86,12 +86,7 @@ def kda_prefill_blackwell(
     Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
     compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.
 
-    Args:
-        q, k, v, g, beta, scale, ...: as in `cula.cula_kda`; states are `[N, HV, V, K]` float32, and cu_seqlens is int32.
-        out: a `[B, T, HV, V]` tensor for the result.
-
-    Returns:
-        `(o, final_state)`; final_state is None unless `output_final_state`.
+    Arguments and results are those of `kda_prefill_hopper`.
 
     Raises:
         RuntimeError: the device is neither SM100 nor SM103.
