@@ -56,8 +56,8 @@ def decode(
             static_args = None
         elif done is not NotImplemented:
             return done
-        elif not needs_grad(x) and (known := family.decode.chosen.find(x, static_args)) is not None:
-            request, kernel = known
+        elif not needs_grad(x) and (found := family.decode.chosen.find(x, static_args)) is not None:
+            request, kernel = found
             request = request._replace(x=x)
             if has_values(x):
                 check_values(request)
