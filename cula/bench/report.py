@@ -116,7 +116,7 @@ def _setting(results: Sequence[Result]) -> list[str]:
 
 
 def _peers(results: Sequence[Result]) -> dict[str, dict[str, str]]:
-    """Every peer, as it was found where it was."""
+    """Every peer: as a file that found it says, or as one that did not."""
     peers: dict[str, dict[str, str]] = {}
     for r in results:
         for name, facts in r["peers"].items():
@@ -244,7 +244,7 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
 
 
 def _left_out(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
-    """Cases that some file has left out and none has."""
+    """Cases that some file left out, and that no file has."""
     done = {row["id"] for row in rows}
     return [i for i in dict.fromkeys(i for r in results for i in r["left_out"]) if i not in done]
 

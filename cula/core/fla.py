@@ -33,7 +33,7 @@ def state_layout(state_v_first: bool, transpose_state_layout: bool | None, frame
 
 
 def warn_of_ignored(who: str, kwargs: dict[str, Any], frames: int = 1) -> None:
-    """`frames` as in `state_layout`."""
+    """Say which keywords are ignored, if any; `frames` as in `state_layout`."""
     if kwargs:
         warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=2 + frames)
 

@@ -132,7 +132,7 @@ class Call:
         return rows if self.rank == root and rows is not None else row.expand(0, *row.shape)
 
     def _collect(self, channel: Any, mine: Tensor, owners: tuple[int, ...], root: int) -> Tensor | None:
-        """The way back; None except on `root`."""
+        """Rows of their owners to `root`, in order [N, ...]; None on the other ranks."""
         if any(owner != root for owner in owners):
             return collect_rows(channel, mine, owners, root)
         return mine if self.rank == root else None

@@ -148,7 +148,7 @@ def resolve_tp(who: str, tp: TpOptions) -> Any:
 
 
 def device_of(q: Any) -> torch.device:
-    """For messages about a call that may be bad."""
+    """Where q is, for messages about a call whose q may be no tensor at all."""
     return q.device if isinstance(q, Tensor) else torch.device("cpu")
 
 

@@ -171,7 +171,7 @@ def host_offsets(cu_seqlens: Tensor, who: str) -> tuple[int, ...]:
 
 
 def check_rank(who: str, prefix: str, rank: int, size: int) -> None:
-    """`rank` is one of `size`."""
+    """ValueError unless there are `size` ranks and `rank` is one of them."""
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"{who}: {prefix}_size is {size!r}; expected a positive number of ranks")
     if not isinstance(rank, int) or not 0 <= rank < size:

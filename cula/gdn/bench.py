@@ -139,7 +139,7 @@ def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor],
 
 
 def token_bytes(case: Case) -> int:
-    """Of the gates and the betas: raw ones in q's dtype, others in float32."""
+    """Bytes of the gates and betas of a token: raw ones in q's dtype, others in float32."""
     return case.HV * sum(case.torch_dtype.itemsize if case.has(flag) else 4 for flag in ("gate", "sigmoid"))
 
 

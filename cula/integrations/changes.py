@@ -32,7 +32,7 @@ def count(name: str) -> None:
 
 @functools.cache
 def log_once(sentence: str) -> None:
-    """For what is true of every call alike."""
+    """Log a sentence at INFO, once a process: what is true of one call is true of the others."""
     logger.info("%s", sentence)
 
 

@@ -101,7 +101,7 @@ def prefill_op(base: type) -> type:
 
 
 def gdn_layer(base: type) -> type:
-    """vLLM's layer, deciding for the functions that cuLA replaced."""
+    """vLLM's layer, set to call the functions that cuLA replaced and not its own CUDA kernel."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]

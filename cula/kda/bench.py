@@ -173,7 +173,7 @@ def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor],
 
 
 def token_bytes(case: Case) -> int:
-    """Of the gates and the betas."""
+    """Bytes of the gates and betas of a token."""
     return case.HV * (1 if case.has("scalar") else case.K) * case.torch_dtype.itemsize + case.HV * case.torch_dtype.itemsize
 
 

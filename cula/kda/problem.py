@@ -217,7 +217,7 @@ def check_gate(
 
 
 def _as_float32(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor itself where it is so already."""
+    """A tensor in float32 and in this shape; the tensor itself where it is that already."""
     t = t if t.shape == shape else t.reshape(shape)
     return t if t.dtype == torch.float32 else t.float()
 

@@ -207,7 +207,7 @@ def signature(tensors: Tensors) -> tuple[Any, ...] | None:
 
 
 def forms(tensors: Tensors) -> tuple[Any, ...] | None:
-    """The same, whether there is a gradient to make or not."""
+    """The form of each tensor, whether there is a gradient to make or not; None where one has no memory of its own."""
     try:
         return tuple([t if t is None else _form(t) for t in tensors])
     except (AttributeError, TypeError, RuntimeError):  # no tensor, or one of functorch's or of a fake mode

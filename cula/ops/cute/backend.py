@@ -80,7 +80,7 @@ def _uncompiled(target: str, op: str, problem: AnyProblem) -> str | None:
 
 
 def _num_sms(problem: AnyProblem) -> int | None:
-    """Of the GPU at hand, where it is one that the problem is for."""
+    """SMs of the GPU at hand; None where it is not one that the problem is for."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
     if gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
         return None

@@ -194,7 +194,7 @@ def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool
 
 
 def _draft_numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int]:
-    """Those that `STEPS` has besides: strides."""
+    """The strides that `STEPS` has besides, by name."""
     numbers = dict(zip(("kept_row", "kept_token", "kept_head"), _strides(tensors["intermediate_states"])))
     numbers["token_slot_stride"] = _strides(tensors["state_indices"])[1] if p.has_token_indices else 0
     for key, name in (
@@ -228,7 +228,7 @@ def _flags(p: DecodeProblem, tensors: Tensors) -> int:
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:
-    """At least three, 0 where there is none."""
+    """The strides of a tensor, at least three: 0 stands for those that it does not have."""
     return (*(() if t is None else t.stride()), 0, 0, 0)
 
 
