@@ -20,7 +20,7 @@ import torch
 import triton
 
 import cula
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda

@@ -18,18 +18,17 @@ from cula.core.decode import call_decode
 from cula.core.dispatch import Choice
 from cula.core.explain import explain_call
 from cula.core.family import FAMILIES
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.gdn.api import cula_gdn
 from cula.kda.api import cula_kda
 from cula.lightning.api import cula_lightning
 
 Mode = Literal["kda", "gdn", "lightning"]  # what `cula_decode` decodes
-STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 
 __all__ = ["cula_decode", "cula_gdn", "cula_kda", "cula_lightning", "explain"]
 
 
-@ranged
+@nvtx_range
 def cula_decode(
     q: Tensor,
     k: Tensor,
@@ -114,12 +113,8 @@ def cula_decode(
         torch.Size([3, 1, 2, 32])
     """
     who = "cula_decode"
-    try:
-        null_is_nonpositive, state_is_kv = checks.NULL_INDICES[null_index], STATE_LAYOUTS[state_layout]
-    except (KeyError, TypeError):
-        checks.check_choice(who, "null_index", null_index, tuple(checks.NULL_INDICES))
-        checks.check_choice(who, "state_layout", state_layout, tuple(STATE_LAYOUTS))
-        raise
+    null_is_nonpositive = null_index != "negative" and checks.is_null_nonpositive(who, null_index)
+    state_is_kv = state_layout != "vk" and checks.is_state_kv(who, state_layout)
     tensors = (
         q, k, v, state, state_indices, g, beta, A_log, dt_bias, decay,
         num_accepted_tokens, intermediate_states, intermediate_state_indices, cu_seqlens, out,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Level 1's bookkeeping: pools, checkpoints, out=, threads. (Numbers: tests/ops; errors: core/test_checks.py.)"""
+"""Level 1's signatures and bookkeeping: pools, checkpoints, out=, threads. (Numbers: tests/ops; errors: core/test_checks.py.)"""
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,10 +9,23 @@ import torch
 
 import cula
 from cula import reference
+from cula.gdn.api import GdnKeywords
+from cula.kda.api import KdaKeywords
+from cula.lightning.api import LightningKeywords
 from cula.reference import relative_error
 from tests.support.calls import KdaCall
 
 TOKENS = ("q", "k", "v", "g", "beta")
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [(cula.cula_kda, KdaKeywords), (cula.cula_gdn, GdnKeywords), (cula.cula_lightning, LightningKeywords)],
+)
+def test_type_checkers_know_every_keyword(function, keywords):
+    """The keywords of the overloads are those of the function, but for those that the overloads name themselves."""
+    named = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert set(keywords.__annotations__) == named - {"return_intermediate_states", "q", "k", "v"}
 
 
 def test_kda_reads_and_updates_a_pool_in_place(backend, device):

@@ -10,6 +10,7 @@ from cula import models, warming
 from cula.ops.cute.archs import of_target
 from cula.ops.cute.toolchain import build, loader
 from cula.ops.cute.toolchain.variants import modules_of
+from tests.support.cute import needs_dsl
 
 HOPPER, BLACKWELL = of_target("sm_90a"), of_target("sm_100a")
 NAMES = ("kimi-linear-48b", "kimi-k3", "qwen3-next", "qwen3.5", "minimax")
@@ -114,7 +115,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 def test_kernels_are_compiled_and_found(tmp_path, monkeypatch):
     assert command.main(["warmup", "--model", "ling", "--arch", "sm_90a", "--out", str(tmp_path), "--jobs", "2"]) == 0
     monkeypatch.setenv("CULA_KERNEL_DIR", str(tmp_path))

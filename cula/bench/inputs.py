@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cula.bench.cases import DTYPES, Case
 from cula.bench.family import bench_of
+from cula.core.constants import L2_NORM_EPS
 
 SPARE_SLOTS = 3  # of a decode pool, so that slots and rows never coincide by accident
 
@@ -120,6 +121,16 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     if case.is_train:
         x.do = random.normal(B, T, case.HV, case.V)
     return x
+
+
+def recurrence_operands(case: Case, at: dict[str, Tensor], has_norm: bool) -> tuple[Tensor, Tensor]:
+    """q times the scale and k of a slice in float64, as each of its value heads reads them, [tokens, hv, K]; normalised where the
+    kernel does that."""
+    q, k = at["q"], at["k"]
+    if has_norm:
+        q, k = (t / (t.square().sum(-1, keepdim=True) + L2_NORM_EPS).sqrt() for t in (q, k))
+    q, k = (t.repeat_interleave(case.HV // case.H, dim=1) for t in (q * case.K**-0.5, k))
+    return q, k
 
 
 def normalise(x: Inputs) -> None:

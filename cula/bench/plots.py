@@ -214,7 +214,7 @@ def _is_plain(row: Row) -> bool:
 
 
 def _lines(rows: Sequence[Row], along: str, fixed: str) -> dict[int, dict[int, dict[str, Row]]]:
-    """Value of the fixed dimension: size along the other: gate: row."""
+    """Rows by the value of the fixed dimension, then by the size along the other one, then by gate."""
     lines: dict[int, dict[int, dict[str, Row]]] = {}
     for row in rows:
         sizes = {"T": row["case"]["lens"][0], "H": row["case"]["H"]}

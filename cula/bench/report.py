@@ -67,7 +67,7 @@ def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[st
     out = [f"# Benchmarks: {short_name(loaded[-1])}", ""]
     out += [f"Made by `cula-bench report` from {', '.join(f'`{s}`' for s in sources)}. Nothing here is typed by hand.", ""]
     if results:
-        out += _suites(results, rows, pictures)
+        out += _suites(rows, pictures)
     for result, source in zip(loaded, sources, strict=True):
         if passes.is_passes(result):
             out += ["## Passes of a KDA call", "", passes.text(result, source), ""]
@@ -77,7 +77,7 @@ def markdown(loaded: Sequence[Result], rows: Sequence[Row], sources: Sequence[st
     return "\n".join(out).rstrip() + "\n"
 
 
-def _suites(results: Sequence[Result], rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
+def _suites(rows: Sequence[Row], pictures: dict[str, Path]) -> list[str]:
     out = _pictures(pictures, list(pictures)[:1])
     out += ["## Summary", "", *_md_table(summary.HEAD, [g.cells() for g in summary.groups(rows)]), ""]
     out += [
@@ -116,7 +116,7 @@ def _setting(results: Sequence[Result]) -> list[str]:
 
 
 def _peers(results: Sequence[Result]) -> dict[str, dict[str, str]]:
-    """Every peer, as it was found where it was."""
+    """Every peer: as a file that found it says, or as one that did not."""
     peers: dict[str, dict[str, str]] = {}
     for r in results:
         for name, facts in r["peers"].items():
@@ -244,7 +244,7 @@ def _footnotes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
 
 
 def _left_out(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
-    """Cases that some file has left out and none has."""
+    """Cases that some file left out, and that no file has."""
     done = {row["id"] for row in rows}
     return [i for i in dict.fromkeys(i for r in results for i in r["left_out"]) if i not in done]
 

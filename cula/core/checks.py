@@ -10,7 +10,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NULL_INDICES = {"negative": False, "nonpositive": True}  # whether slot 0 marks padding too
+STATE_LAYOUTS = {"vk": False, "kv": True}  # whether K is in front
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -47,7 +48,7 @@ def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype as sentences have it, `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
@@ -60,6 +61,13 @@ def has_no_data(t: Any) -> bool:
 def check_tensor(who: str, name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise ArgumentTypeError(f"{who}: {name} is {type(t).__name__}; expected a torch.Tensor")
+
+
+def check_given(who: str, mode: str, **tensors: Tensor | None) -> None:
+    """ValueError for a tensor that a mode of decode cannot do without."""
+    for name, t in tensors.items():
+        if t is None:
+            raise ValueError(f"{who}: mode {mode!r} needs {name}=")
 
 
 def rank_of(who: str, name: str, t: Tensor) -> int:
@@ -83,8 +91,7 @@ def reshaped(who: str, name: str, t: Tensor, letters: str, wanted: tuple[int, ..
 
 def check_dtype(who: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if t.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ArgumentTypeError(f"{who}: {name} has dtype {str(t.dtype).removeprefix('torch.')}; expected {names}")
+        raise ArgumentTypeError(f"{who}: {name} has dtype {dtype_name(t.dtype)}; expected {', '.join(map(dtype_name, allowed))}")
 
 
 def check_devices(who: str, device: torch.device, **tensors: Tensor | None) -> None:
@@ -140,8 +147,12 @@ def check_cu_seqlens_values(cu_seqlens: Tensor | None, q: Tensor, who: str) -> N
     offsets = cu_seqlens.tolist()
     T = q.shape[1]
     if offsets[0] != 0 or offsets[-1] != T or any(b < a for a, b in itertools.pairwise(offsets)):
-        shown = offsets if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
-        raise ValueError(f"{who}: cu_seqlens is {shown}; expected non-decreasing offsets from 0 to T = {T}")
+        raise ValueError(f"{who}: cu_seqlens is {shown_offsets(offsets)}; expected non-decreasing offsets from 0 to T = {T}")
+
+
+def shown_offsets(offsets: Sequence[int]) -> list[Any]:
+    """Offsets as an error shows them: of many, the first and the last."""
+    return list(offsets) if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
 
 
 def check_state(who: str, name: str, h: Tensor | None, N: int, HV: int, V: int, K: int) -> None:
@@ -208,10 +219,19 @@ def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> Non
 
 def is_null_nonpositive(who: str, null_index: str) -> bool:
     """Whether slot 0 marks padding too; ValueError for an unknown word."""
+    return _meaning(who, "null_index", null_index, NULL_INDICES)
+
+
+def is_state_kv(who: str, state_layout: str) -> bool:
+    """Whether states have K in front; ValueError for an unknown word."""
+    return _meaning(who, "state_layout", state_layout, STATE_LAYOUTS)
+
+
+def _meaning(who: str, name: str, given: str, known: dict[str, bool]) -> bool:
     try:
-        return NULL_INDICES[null_index]
+        return known[given]
     except (KeyError, TypeError):
-        check_choice(who, "null_index", null_index, tuple(NULL_INDICES))
+        check_choice(who, name, given, tuple(known))
         raise
 
 

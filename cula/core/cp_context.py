@@ -29,7 +29,7 @@ def from_cp_context(
     extra: dict[str, Any],
     who: str = "",
 ) -> Any:
-    """A prefill over the ranks of a context."""
+    """Make a prefill over the ranks of a context. Level 2 refuses what it does not take: pools, checkpoints, `out`."""
     assert _taker is not None
     module, _, name = _taker.partition(":")
     taker = getattr(importlib.import_module(module), name)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a decode, for every family: look for a recorded launch, check, choose, run, record. See `core/prefill.py`.
-
-A call has N rows of T tokens each; a packed call `[1, N, H, K]` is N rows of one. With `cu_seqlens` it is ragged: rows of up to
-T tokens each lie behind each other, and T is known on the device alone, so that the problem has an upper bound.
+"""The life of a decode, for every family: look for a recorded launch, check (`decode_checks.py`), choose, run, record. It is that
+of a prefill, which `core/prefill.py` draws.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import operator as operators
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,37 +16,13 @@ from torch.compiler import is_dynamo_compiling
 
 from cula import settings
 from cula.core import checks, operator
-from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
-from cula.core.constants import MAX_DECODE_TOKENS
+from cula.core.decode_checks import DecodeRequest, check_values, describe_decode, has_values
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
-from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad, with_settings
+from cula.core.problem import DecodeOptions, needs_grad, with_settings
 from cula.core.replay.torch_internals import modes
-
-
-class Dims(NamedTuple):
-    """The sizes of a decode, and how its tokens lie: lead is (N, T), or (1, tokens of all rows) where rows are packed."""
-
-    N: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    lead: tuple[int, int]
-    lead_name: str  # as errors write it, "[N, T"
-
-
-class DecodeRequest(NamedTuple):
-    """A checked call."""
-
-    family: Family
-    problem: DecodeProblem
-    x: Any  # the family's decode inputs as N rows of T tokens
-    is_packed: bool
-    who: str
 
 
 def decode(
@@ -83,10 +56,10 @@ def decode(
             static_args = None
         elif done is not NotImplemented:
             return done
-        elif not needs_grad(x) and (known := family.decode.chosen.find(x, static_args)) is not None:
-            request, kernel = known
+        elif not needs_grad(x) and (found := family.decode.chosen.find(x, static_args)) is not None:
+            request, kernel = found
             request = request._replace(x=x)
-            if _has_values(x):
+            if has_values(x):
                 check_values(request)
             with running_on(x.q):
                 o = kernel(request.problem, x)
@@ -106,7 +79,7 @@ def decode(
     checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)
-    if settings.check_values() or (x.q.device.type == "cpu" and _has_values(x)):
+    if settings.check_values() or (x.q.device.type == "cpu" and has_values(x)):
         check_values(request)
     with running_on(x.q):
         kernel = choice.backend.load(family.name, f"{family.name}_decode")
@@ -130,205 +103,6 @@ def record(request: DecodeRequest, choice: Choice, given: Any) -> Any:
         return None
     make = choice.backend.find(request.family.name, f"record_{request.family.name}_decode")
     return None if make is None else make(request.problem, request.x, given)
-
-
-def describe_decode(
-    family: Family,
-    x: Any,
-    options: DecodeOptions,
-    device: torch.device | str | None,
-    who: str,
-    trains: bool | None = None,
-) -> DecodeRequest:
-    """Raise on anything wrong, or return the checked call. Reads no data.
-
-    Args:
-        trains: whether a tensor requires a gradient; None to read it off them, which an operator's fake cannot.
-    """
-    assert family.decode is not None
-    traits, q, state = family.decode, x.q, x.state
-    B, rows, H, K, HV, V = checks.check_qkv(who, q, x.k, x.v)
-    layout, inner = ("[P, HV, K, V]", (HV, K, V)) if options.state_is_kv else ("[P, HV, V, K]", (HV, V, K))
-    P = checks.check_pool(who, "state", state, layout, inner)
-    checks.check_devices(who, q.device, **dict(zip(x._fields[3:], x[3:])))
-    is_ragged = x.cu_seqlens is not None
-    is_packed = not is_ragged and _check_rows(x, B, rows, P, who)
-    if is_ragged:
-        N, T = _check_ragged_rows(x, rows, P, who)
-        dims = Dims(N, T, H, HV, K, V, (1, rows), "[1, tokens")
-    else:
-        N, T = (rows, 1) if is_packed else (B, rows)
-        dims = Dims(N, T, H, HV, K, V, (1, N) if is_packed else (N, T), "[1, N" if is_packed else "[N, T")
-    own, facts = traits.check(x, options, dims, who)
-    _check_drafts(x, dims, layout, inner, who)
-    if needs_grad(x) if trains is None else trains:
-        raise ValueError(
-            f"{who}: decode updates its state in place and has no gradient, but an input requires grad; "
-            "call it under torch.no_grad() or torch.inference_mode()"
-        )
-    checks.check_device_argument(device, q, who)
-    problem = DecodeProblem(
-        family=family.name,
-        device=q.device.type,
-        sm=checks.compute_capability(q.device),
-        dtype=q.dtype,
-        pool_dtype=state.dtype,
-        N=N,
-        T=T,
-        P=P,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        has_indices=x.state_indices is not None,
-        has_token_indices=x.state_indices is not None and x.state_indices.dim() == 2,
-        has_accepted=x.num_accepted_tokens is not None,
-        has_intermediate_states=x.intermediate_states is not None,
-        scale=K**-0.5 if options.scale is None else float(options.scale),
-        options=options,
-        has_aligned_slots=checks.has_aligned_slots(state),
-        kept_dtype=None if x.intermediate_states is None else x.intermediate_states.dtype,
-        has_aligned_kept=x.intermediate_states is None or checks.has_aligned_states(x.intermediate_states),
-        is_ragged=is_ragged,
-        **facts,
-    )
-    return DecodeRequest(family, problem, _as_rows(x, own, is_packed), is_packed, who)
-
-
-def _check_rows(x: Any, B: int, rows: int, P: int, who: str) -> bool:
-    """How q's first two dimensions are to be read; whether as packed rows of one token."""
-    indices = x.state_indices
-    _check_indices(indices, who)
-    sequences = P if indices is None else indices.shape[0]
-    is_packed = sequences != B and B == 1 and sequences == rows
-    if sequences != B and not is_packed:
-        given = (
-            f"state holds {P} slots and state_indices is None"
-            if indices is None
-            else f"state_indices has shape {checks.shape_of(indices)}"
-        )
-        raise ValueError(
-            f"{who}: q has shape {checks.shape_of(x.q)}, that is {B} rows of {rows} tokens or {rows} packed rows, but {given}; "
-            "give one index a row"
-        )
-    T = 1 if is_packed else rows
-    if not 1 <= T <= MAX_DECODE_TOKENS:
-        raise ValueError(f"{who}: {T} tokens a row; decode takes 1 to {MAX_DECODE_TOKENS} (use prefill for more)")
-    if indices is not None and indices.dim() == 2:
-        checks.check_shape(who, "state_indices", indices, "[N, T]", (rows if is_packed else B, T))
-    return is_packed
-
-
-def _check_indices(indices: Tensor | None, who: str) -> None:
-    if indices is None:
-        return
-    checks.check_tensor(who, "state_indices", indices)
-    checks.check_dtype(who, "state_indices", indices, INDEX_DTYPES)
-    if indices.dim() not in (1, 2):
-        raise ValueError(f"{who}: state_indices has shape {checks.shape_of(indices)}; expected [N] or [N, T]")
-
-
-def _check_ragged_rows(x: Any, tokens: int, P: int, who: str) -> tuple[int, int]:
-    """How many rows `cu_seqlens` makes of q's tokens, and the most tokens that one of them may have."""
-    indices, kept = x.state_indices, x.intermediate_states
-    N = checks.check_cu_seqlens(who, x.cu_seqlens, x.q)
-    _check_indices(indices, who)
-    if (P if indices is None else indices.shape[0]) != N:
-        given = f"state holds {P} slots" if indices is None else f"state_indices has shape {checks.shape_of(indices)}"
-        raise ValueError(f"{who}: cu_seqlens has {N} rows, but {given}; give one index a row")
-    if tokens < 1:
-        raise ValueError(f"{who}: q has shape {checks.shape_of(x.q)}; decode takes at least one token")
-    T = min(tokens, MAX_DECODE_TOKENS)
-    if indices is not None and indices.dim() == 2:
-        T = indices.shape[1]
-        if not 1 <= T <= MAX_DECODE_TOKENS:
-            raise ValueError(f"{who}: state_indices has {T} slots a row; decode takes 1 to {MAX_DECODE_TOKENS} tokens a row")
-    elif kept is not None and checks.rank_of(who, "intermediate_states", kept) == 5:
-        T = min(T, kept.shape[1])
-    return N, T
-
-
-def _check_drafts(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], who: str) -> None:
-    """What keeps and undoes draft tokens, and `out`."""
-    if x.num_accepted_tokens is not None:
-        checks.check_shape(who, "num_accepted_tokens", x.num_accepted_tokens, "[N]", (dims.N,))
-        checks.check_dtype(who, "num_accepted_tokens", x.num_accepted_tokens, INDEX_DTYPES)
-        if x.intermediate_states is None and (x.state_indices is None or x.state_indices.dim() != 2):
-            raise ValueError(
-                f"{who}: num_accepted_tokens needs the states it goes back to: pass intermediate_states=, "
-                "or state_indices of shape [N, T]"
-            )
-    _check_kept_states(x, dims, layout, inner, who)
-    for name in ("state", "intermediate_states", "out"):
-        if isinstance(t := getattr(x, name), Tensor):
-            checks.check_own_elements(who, name, t)
-    if x.out is not None:
-        checks.check_shape(who, "out", x.out, dims.lead_name + ", HV, V]", (*dims.lead, dims.HV, dims.V))
-        checks.check_dtype(who, "out", x.out, (x.q.dtype,))
-
-
-def _check_kept_states(x: Any, dims: Dims, layout: str, inner: tuple[int, int, int], who: str) -> None:
-    """The buffer for states of draft tokens: with room for every row and token, or with the rows that are named."""
-    kept, rows = x.intermediate_states, x.intermediate_state_indices
-    if rows is not None:
-        if kept is None:
-            raise ValueError(f"{who}: intermediate_state_indices names rows of intermediate_states, which is None")
-        checks.check_shape(who, "intermediate_state_indices", rows, "[N]", (dims.N,))
-        checks.check_dtype(who, "intermediate_state_indices", rows, INDEX_DTYPES)
-    if kept is None:
-        return
-    rank = checks.rank_of(who, "intermediate_states", kept)
-    least = (1 if rows is not None else dims.N, dims.T)
-    if rank != 5 or kept.shape[2:] != inner or any(has < needs for has, needs in zip(kept.shape, least)):
-        raise ValueError(
-            f"{who}: intermediate_states has shape {checks.shape_of(kept)}; expected [N, T{layout[2:]} = "
-            f"{[dims.N, dims.T, *inner]}, or more rows and tokens"
-        )
-    checks.check_dtype(who, "intermediate_states", kept, POOL_DTYPES)
-
-
-def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
-    """The tensors with tokens as [N, T, ...]."""
-
-    def rows(t: Tensor | None) -> Tensor | None:
-        return t.transpose(0, 1) if is_packed and t is not None else t
-
-    tokens = {name: rows(checks.unit_last_stride(getattr(x, name))) for name in ("q", "k", "v")}
-    of_tokens = {name: rows(t) if t is not None and t.dim() > 2 else t for name, t in own.items()}
-    return x._replace(**tokens, **of_tokens, out=rows(x.out))
-
-
-def _has_values(x: Any) -> bool:
-    """Whether a call has numbers that say where to read and write, which are checked where they are at hand."""
-    return x.state_indices is not None or x.cu_seqlens is not None or x.intermediate_state_indices is not None
-
-
-def check_values(request: DecodeRequest) -> None:
-    """The checks that read data: slots in range and distinct, accepted counts; with CULA_CHECK=1 also what a family checks."""
-    x, p, who = request.x, request.problem, request.who
-    if x.state_indices is not None:
-        checks.check_slots(who, "state_indices", x.state_indices, p.P, p.options.null_is_nonpositive)
-    accepted, kept = x.num_accepted_tokens, x.intermediate_states
-    most = p.T if kept is None else kept.shape[1]
-    if accepted is not None and bool(((accepted < 0) | (accepted > most)).any()):
-        raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {most}")
-    if x.intermediate_state_indices is not None:
-        rows = kept.shape[0]
-        checks.check_slots(who, "intermediate_state_indices", x.intermediate_state_indices, rows, null_is_nonpositive=False)
-    if x.cu_seqlens is not None:
-        _check_lengths(x.cu_seqlens.tolist(), x.q.shape[1], p.T, who)
-    if settings.check_values():
-        checks.check_finite(who, x, skip=("state", "intermediate_states", "out"))
-        assert request.family.decode is not None
-        request.family.decode.check_values(x, p, who)
-
-
-def _check_lengths(offsets: list[int], tokens: int, most: int, who: str) -> None:
-    lengths = [b - a for a, b in itertools.pairwise(offsets)]
-    if offsets[0] != 0 or offsets[-1] > tokens or min(lengths) < 0:
-        raise ValueError(f"{who}: cu_seqlens is {offsets}; expected non-decreasing offsets from 0 to at most {tokens} tokens")
-    if max(lengths) > most:
-        raise ValueError(f"{who}: cu_seqlens has a row of {max(lengths)} tokens; this call takes up to {most} a row")
 
 
 # The tensors of `cula_decode`, of which each family takes those that it has.

@@ -32,7 +32,7 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Cho
 
 
 def describe_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Choice, AnyProblem]:
-    """The same, and what the call is."""
+    """The same choice, and the problem that describes the call."""
     token = is_explaining.set(True)
     try:
         function(*args, **kwargs)

@@ -51,7 +51,7 @@ class Decode:
 class Family:
     name: str  # "kda"
     entry: str  # its function of level 1, "cula.kda.api:cula_kda"
-    Inputs: Any  # NamedTuple: q, k, v, ...; initial_state, cu_seqlens
+    Inputs: Any  # NamedTuple: q, k, v; the family's own; initial_state, cu_seqlens
     Options: Any  # NamedTuple of plain values; has scale and output_final_state
     check: Callable[[Any, Any, str], tuple[Problem, Any]]  # (inputs, options, who) -> problem, normalised inputs
     check_values: Callable[[Any, Any, str], None]  # what needs reading data
@@ -67,11 +67,13 @@ class Family:
     chosen: ChoiceCache = field(default_factory=ChoiceCache, compare=False)
     function: str = field(init=False)  # how errors call it: "cula_kda"
     encoding: Encoding = field(init=False)  # of its options, for operators
+    own: tuple[str, ...] = field(init=False)  # names of the inputs that only it has: gates and the like
     keeps_states: bool = field(init=False)  # it can return the states at chunk starts, which checkpoints are taken from
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", self.entry.partition(":")[2])
         object.__setattr__(self, "encoding", encoding_of(self.Options))
+        object.__setattr__(self, "own", self.Inputs._fields[3:-2])
         object.__setattr__(self, "keeps_states", "return_intermediate_states" in self.Options._fields)
 
     def load_entry(self) -> Callable[..., Any]:

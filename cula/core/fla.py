@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cula.core import checks
 from cula.core.checks import POOL_DTYPES
+from cula.core.constants import MAX_DECODE_TOKENS
 from cula.core.decode import decode
 from cula.core.family import Family
 from cula.core.problem import DecodeOptions
@@ -32,9 +33,14 @@ def state_layout(state_v_first: bool, transpose_state_layout: bool | None, frame
 
 
 def warn_of_ignored(who: str, kwargs: dict[str, Any], frames: int = 1) -> None:
-    """`frames` as in `state_layout`."""
+    """Say which keywords are ignored, if any; `frames` as in `state_layout`."""
     if kwargs:
         warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=2 + frames)
+
+
+def is_decode(q: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether a call of FLA's recurrent form is one that the decode kernels take: up to 8 tokens of each row."""
+    return cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
 
 
 def decode_few(

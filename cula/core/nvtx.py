@@ -21,8 +21,8 @@ logger = logging.getLogger("cula")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def ranged(function: F) -> F:
-    """The function, or where it is asked for the function inside of a range of its name."""
+def nvtx_range(function: F) -> F:
+    """The function, and with `CULA_NVTX=1` the function inside of a range of its name."""
     return _inside(function) if settings.nvtx() else function
 
 

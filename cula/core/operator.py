@@ -283,7 +283,8 @@ def _define_serve(family: Family) -> None:
 
 
 def _define_decode(family: Family) -> None:
-    from cula.core.decode import decode, describe_decode
+    from cula.core.decode import decode
+    from cula.core.decode_checks import describe_decode
 
     assert family.decode is not None
     Inputs, written = family.decode.Inputs, ("state", "intermediate_states", "out")

@@ -30,7 +30,7 @@ class Serving(NamedTuple):
     checkpoint_offsets: Tensor | None = None  # [N] int32
 
     def pool(self, options: Any) -> Pool | None:
-        """Of a call with these options of its family."""
+        """The slots that a call with these options reads and writes; None where it has no pool."""
         if self.state_pool is None or self.initial_state_indices is None:
             return None
         return Pool(self.state_pool, self.initial_state_indices, self.has_initial_state, _null_is_nonpositive(options))

@@ -151,6 +151,14 @@ def prefill(
     return result
 
 
+def prefill_by(backend: str, family: Family, x: Any, options: Any, out: Tensor | None, who: str) -> tuple[Tensor, Tensor | None]:
+    """A prefill by one backend and no other, for the functions of level 0 that name hardware: forward only, int32 offsets."""
+    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
+    with torch.no_grad():
+        return prefill(family, x, options, Serving(out=out), backend=backend, who=who)
+
+
 def _grads(x: Any) -> tuple[bool, ...]:
     """Which inputs require a gradient: a backend may have those of some and not of others."""
     return tuple([t is not None and t.requires_grad for t in x])
@@ -291,10 +299,10 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
     # Without the tensors of this call, which would live as long as the record.
     bare, Inputs, count = request._replace(x=None, serving=NOTHING_TO_SERVE), type(x), len(x)
 
-    def again(tensors: tuple[Tensor | None, ...]) -> Any:
+    def replay(tensors: tuple[Tensor | None, ...]) -> Any:
         others, serving = Inputs(*tensors[:count]), Serving(*tensors[count:])
         if not is_as_given:
             others = family.check(others, bare.problem.options, bare.who)[1]
         return execute(bare._replace(x=others, serving=serving), choice)
 
-    return again
+    return replay

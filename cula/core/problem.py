@@ -127,6 +127,13 @@ def gate_of(options: Any) -> str:
     return "softplus" if options.lower_bound is None else "bounded"
 
 
+def beta_top(options: Any) -> float:
+    """The largest write strength that kernels make of a raw beta, `beta_top * sigmoid(beta)`; 0 for a beta that is activated."""
+    if not options.use_beta_sigmoid_in_kernel:
+        return 0.0
+    return 2.0 if options.allow_neg_eigval else 1.0
+
+
 def describe_tokens(
     x: Any, options: Any, who: str, names: tuple[str, str, str], differentiable: tuple[str, ...]
 ) -> dict[str, Any]:

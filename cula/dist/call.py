@@ -34,10 +34,10 @@ class Call:
     group: dist.ProcessGroup | None  # None: a single rank
     rank: int
     size: int
-    number: int  # of the call on its group; keeps the messages of calls apart
     has_initial_state: bool  # of a batch: on rank 0 only
     output_final_state: bool
     broadcast_final_state: bool
+    number: int = 0  # of the call on its group, once the ranks agree on it; keeps the messages of calls apart
 
     @property
     def first(self) -> int:
@@ -132,7 +132,7 @@ class Call:
         return rows if self.rank == root and rows is not None else row.expand(0, *row.shape)
 
     def _collect(self, channel: Any, mine: Tensor, owners: tuple[int, ...], root: int) -> Tensor | None:
-        """The way back; None except on `root`."""
+        """Rows of their owners to `root`, in order [N, ...]; None on the other ranks."""
         if any(owner != root for owner in owners):
             return collect_rows(channel, mine, owners, root)
         return mine if self.rank == root else None

@@ -134,7 +134,7 @@ class Channel:
         return [b.to(like.device) for b, (_, like) in zip(buffers, receives, strict=True)]
 
     def close(self) -> None:
-        """Settle sends, see above."""
+        """Wait for the sends, or leave them to a later call: see the class."""
         if not self.is_backward or len(self.state.unfinished) > self.MAX_UNFINISHED:
             while self.state.unfinished:
                 self.state.unfinished.pop(0)[0].wait()

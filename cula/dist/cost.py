@@ -3,14 +3,14 @@
 
 P ranks in a chain, N states of HV heads in flight between neighbours, n tokens of each sequence on a rank.
 
-    f, m, b, c   time of a rank's forward, map (M, B), backward, gradient of the first state alone
-    S, D         bytes of the states [N, HV, V, K] and of the maps' M ([N, HV, K, K], or one number a head), float32
+    f, m, b, c   time of a rank's forward, transition (M, B), backward, gradient of the first state alone
+    S, D         bytes of the states [N, HV, V, K] and of M ([N, HV, K, K], or one number a head), float32
     a, w         a message of x bytes takes a + x / w
-    y            time to apply a map to the states
+    y            time to apply a transition to the states
 
     ring         P f + (P - 1) (a + S / w)                         one rank after another
     chain        m + (P + k - 2) (a + S / (k w) + y / k) + f       k blocks of V, one behind the other
-    gather       m + a + (P - 1) ((S + D) / w + y) + f             every map to every later rank, at once
+    gather       m + a + (P - 1) ((S + D) / w + y) + f             every transition to every later rank, at once
 
 and the same with b for f and c for m on the way back. docs/distributed.md works the numbers out and a discrete-event
 simulation in the tests checks the formulas.
@@ -35,7 +35,7 @@ class Machine:
     latency: float = 12e-6  # a point-to-point message through NCCL, launch included
     bandwidth: float = 45e9  # bytes a second, one direction
     kernel_rate: float = 32e12  # chunked kernels in bf16; H200, Triton, T = 8,192, 32 heads of 128: forward 1.36 ms
-    fp32_rate: float = 30e12  # the maps are applied to states in float32
+    fp32_rate: float = 30e12  # transitions are applied to states in float32
     attention_rate: float = 600e12  # softmax attention, for comparison
 
 
@@ -44,7 +44,7 @@ class Work:
     """Floating-point operations a token and value head."""
 
     forward: float
-    map: float
+    transition: float
     backward: float
     state_grad: float
 
@@ -59,7 +59,7 @@ class Load:
     K: int
     V: int
     tokens: int  # on one rank, all sequences together
-    has_dense_transition: bool  # KDA; Lightning's M is one number a head
+    has_dense_transition: bool  # KDA, GDN; Lightning's M is one number a head
     with_backward: bool
 
     @property
@@ -67,8 +67,8 @@ class Load:
         return self.states * self.heads * self.V * self.K * FP32
 
     @property
-    def map_bytes(self) -> int:
-        """Of M alone."""
+    def transition_bytes(self) -> int:
+        """Of M alone; B is a state."""
         return self.states * self.heads * (self.K * self.K if self.has_dense_transition else 1) * FP32
 
     @property
@@ -89,21 +89,21 @@ def work(load: Load) -> Work:
 
     Those multiples come from one run of earlier kernels on an H200 (T = 8,192, 32 heads of 128, bf16; docs/distributed.md has
     the present ones beside them):
-    forward 1.361 ms, map 1.088 ms, backward 3.961 ms (Triton); the gradient of the first state 1.14 forwards (PyTorch).
+    forward 1.361 ms, transition 1.088 ms, backward 3.961 ms (Triton); the gradient of the first state 1.14 forwards (PyTorch).
     """
     K, V, C = load.K, load.V, CHUNK
     if load.has_dense_transition:
         forward = 6 * K * V + 4 * C * (K + V)
-        return Work(forward, map=0.8 * forward, backward=2.9 * forward, state_grad=1.14 * forward)
+        return Work(forward, transition=0.8 * forward, backward=2.9 * forward, state_grad=1.14 * forward)
     forward = 4 * K * V + 2 * C * (K + V)
-    return Work(forward, map=2 * K * V, backward=2.5 * forward, state_grad=2 * K * V)
+    return Work(forward, transition=2 * K * V, backward=2.5 * forward, state_grad=2 * K * V)
 
 
 def passes(load: Load, machine: Machine) -> list[tuple[float, float]]:
-    """(local pass that makes the map, pass that needs the state) in seconds: forward and, in training, backward."""
+    """(local pass that makes the transition, pass that needs the state) in seconds: forward and, in training, backward."""
     w = work(load)
     unit = load.tokens * load.heads / machine.kernel_rate
-    both = [(w.map * unit, w.forward * unit), (w.state_grad * unit, w.backward * unit)]
+    both = [(w.transition * unit, w.forward * unit), (w.state_grad * unit, w.backward * unit)]
     return both if load.with_backward else both[:1]
 
 
@@ -118,8 +118,8 @@ def chain_time(load: Load, summarise: float, run: float, blocks: int, machine: M
 
 
 def gather_time(load: Load, summarise: float, run: float, machine: Machine) -> float:
-    """The last rank takes in all the others' maps through one port and folds them."""
-    one = (load.state_bytes + load.map_bytes) / machine.bandwidth + load.apply_flops / machine.fp32_rate
+    """The last rank takes in all the others' transitions through one port and composes them."""
+    one = (load.state_bytes + load.transition_bytes) / machine.bandwidth + load.apply_flops / machine.fp32_rate
     return summarise + machine.latency + (load.ranks - 1) * one + run
 
 
@@ -153,7 +153,7 @@ def sent_bytes(load: Load, schedule: Schedule) -> int:
     if load.ranks == 1:
         return 0
     if schedule.exchange == "gather":
-        return (load.ranks - 1) * (load.state_bytes + load.map_bytes)
+        return (load.ranks - 1) * (load.state_bytes + load.transition_bytes)
     return load.state_bytes
 
 

@@ -18,7 +18,6 @@ as they are, between compiled graphs.
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch import Tensor
 
 from cula.core.family import Family
 from cula.dist import handshake
+from cula.dist.call import Call
 from cula.dist.comm import resolve_group
 from cula.dist.cost import Load, Schedule, cheapest
-from cula.dist.plan import Plan, Ranks, Wishes, check_tokens, local_kernels, make_plan, run_plan, signature_of
-from cula.dist.tp import device_of, gather_all, refuse_nvshmem, resolve_tp, slice_heads
+from cula.dist.plan import CpOptions, Plan, Ranks, check_tokens, local_kernels, make_plan, run_plan, signature_of
+from cula.dist.tp import TpOptions, device_of, gather_all, refuse_nvshmem, resolve_tp, slice_heads
 from cula.dist.varlen import Layout, Share, host_offsets
 
 MESH_DIMS = ("cp", "sp", "context", "sequence")
@@ -42,7 +42,7 @@ def context_parallel(
     x: Any,
     options: Any,
     ranks: tuple[Any, int, int],
-    wishes: Wishes,
+    cp: CpOptions,
     *,
     device: torch.device | str | None = None,
     backend: str = "auto",
@@ -63,8 +63,8 @@ def context_parallel(
         kernels = local_kernels(who, family, x, options, device, backend, extra or {})
         if x.initial_state is not None:  # states travel, and kernels take them, in float32
             x = x._replace(initial_state=x.initial_state.float())
-        plan = make_plan(who, x, kernels, here, wishes)
-    return run_plan(who, x, plan, here)
+        plan = make_plan(who, x, kernels, here, cp)
+    return run_plan(who, x, plan)
 
 
 def split_options(family: Family, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
@@ -74,26 +74,37 @@ def split_options(family: Family, kwargs: dict[str, Any]) -> tuple[dict[str, Any
     return tensors, options, kwargs
 
 
-def cp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Tensor, Tensor | None]:
-    """`context_parallel` from the keywords that every `cula_<family>_cp` takes."""
-    ranks = tuple(kwargs.pop(name) for name in ("sp_group", "sp_size", "sp_rank"))
-    wishes = Wishes(**{f.name: kwargs.pop(f.name) for f in fields(Wishes) if f.name in kwargs})
+def cp_call(
+    family: Family, x: Any, ranks: tuple[Any, int, int], cp: CpOptions, kwargs: dict[str, Any], who: str
+) -> tuple[Tensor, Tensor | None]:
+    """What every `cula_<family>_cp` does: `context_parallel`, with the keywords of level 1 sorted.
+
+    Args:
+        x: the family's inputs as far as they are named; others are among the keywords.
+        ranks: `sp_group`, `sp_size` and `sp_rank`.
+        kwargs: the keywords of level 1, and `nvshmem_backend`.
+    """
     place = {name: kwargs.pop(name) for name in ("device", "backend", "nvshmem_backend") if name in kwargs}
     tensors, options, extra = split_options(family, kwargs)
-    return context_parallel(family, x._replace(**tensors), options, ranks, wishes, extra=extra, who=who, **place)
+    return context_parallel(family, x._replace(**tensors), options, ranks, cp, extra=extra, who=who, **place)
 
 
-def tp_cp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Tensor, Tensor | None]:
-    """`cp_call` on this rank's heads: what every `cula_<family>_tp_cp` does."""
-    tp_group, tp_size, tp_rank = (kwargs.pop(name) for name in ("tp_group", "tp_size", "tp_rank"))
-    input_is_parallel, gather_output = kwargs.pop("input_is_parallel"), kwargs.pop("gather_output")
-    heads = resolve_tp(who, tp_group, tp_size, tp_rank, gather_output)
+def tp_cp_call(
+    family: Family, x: Any, tp: TpOptions, ranks: tuple[Any, int, int], kwargs: dict[str, Any], who: str
+) -> tuple[Tensor, Tensor | None]:
+    """What every `cula_<family>_tp_cp` does: `cp_call` on this rank's heads.
+
+    Args:
+        x, ranks: as in `cp_call`.
+        kwargs: the keywords of `cula_<family>_cp`.
+    """
+    group = resolve_tp(who, tp)
     with_heads = [name for name in family.value_head_dims if name in kwargs]
     x = x._replace(**{name: kwargs.pop(name) for name in with_heads})
-    if not input_is_parallel:
-        x = slice_heads(who, family, x, tp_rank, tp_size)
-    outputs = cp_call(family, x, kwargs, who)
-    return gather_all(who, outputs, heads, tp_size) if gather_output else outputs
+    if not tp.input_is_parallel:
+        x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
+    outputs = cp_call(family, x, ranks, CpOptions.taken_from(kwargs), kwargs, who)
+    return gather_all(who, outputs, group, tp.tp_size) if tp.gather_output else outputs
 
 
 @torch.compiler.disable
@@ -143,9 +154,19 @@ def from_cp_context(
         sizes = (size, 1, x.v.shape[2], x.q.shape[3], x.v.shape[3], x.q.shape[1])
         load = Load(*sizes, kernels.has_dense_transition, kernels.needs_grad)
         schedule = Schedule("chain", cheapest(load, "scan").blocks)
-        signature = signature_of(x, kernels, ranks, Wishes(output_final_state=False, schedule=schedule), ())
-        plan = Plan(kernels, Layout(share, (), (), size), schedule, False, False, False, signature)
-    return run_plan(who, x, plan, ranks)
+        signature = signature_of(x, kernels, ranks, CpOptions(output_final_state=False, schedule=schedule))
+        call = Call(
+            kernels=kernels,
+            layout=Layout(share, (), (), size),
+            schedule=schedule,
+            group=ranks.group,
+            rank=rank,
+            size=size,
+            has_initial_state=False,
+            output_final_state=False,
+            broadcast_final_state=False,
+        )
+    return run_plan(who, x, Plan(call, signature))
 
 
 def _reach(who: str, cp_context: Any, rank: int, size: int) -> tuple[int, int]:

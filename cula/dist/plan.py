@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,11 @@ from cula.dist import handshake
 from cula.dist.call import Call, next_number, run
 from cula.dist.cost import NOMINAL_TOKENS, Load, Schedule, cheapest
 from cula.dist.kernels import Inputs, LocalKernels
-from cula.dist.varlen import SP_MODES, Layout, batch_layout, host_offsets, packed_layout
+from cula.dist.varlen import SP_MODES, batch_layout, host_offsets, packed_layout
 
 CP_MODES = ("auto", "ring", "scan")
 EXCHANGES = ("ring", "chain", "gather")
 SERVING = (*Serving._fields, "checkpoint_every")
-RANKS = ("sp_group", "sp_size", "sp_rank", "cp_mode", "sp_mode", "broadcast_final_state", "schedule", "nvshmem_backend")
-KEYWORDS = (*RANKS, "input_is_parallel", "gather_output", "device", "backend")
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,8 @@ class Ranks:
     rank: int
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The caller's options about ranks, by their public names."""
+class CpOptions(NamedTuple):
+    """The options of context parallelism that all ranks must have in common, by their public names."""
 
     cp_mode: str = "auto"
     sp_mode: str = "complete"
@@ -48,45 +45,39 @@ class Wishes:
     broadcast_final_state: bool = False
     schedule: Schedule | None = None
 
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> CpOptions:
+        """The options among the keywords of a call, taken out of them."""
+        return cls(**{name: kwargs.pop(name) for name in cls._fields if name in kwargs})
 
-@dataclass(frozen=True)
-class Plan:
+
+# What the parallel functions take beside the keywords of level 1.
+KEYWORDS = (
+    "sp_group", "sp_size", "sp_rank", *CpOptions._fields, "nvshmem_backend", "input_is_parallel", "gather_output", "device",
+    "backend",
+)  # fmt: skip
+
+
+class Plan(NamedTuple):
     """A call that this rank has checked by itself, before the ranks compare."""
 
-    kernels: LocalKernels
-    layout: Layout
-    schedule: Schedule
-    has_initial_state: bool
-    output_final_state: bool
-    broadcast_final_state: bool
+    call: Call
     signature: handshake.Signature
 
 
-def run_plan(who: str, x: Inputs, plan: Plan, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+def run_plan(who: str, x: Inputs, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Agree with the other ranks, then make the call."""
-    handshake.agree(who, plan.signature, ranks.group, x.q.device)
-    call = Call(
-        plan.kernels,
-        plan.layout,
-        plan.schedule,
-        ranks.group,
-        ranks.rank,
-        ranks.size,
-        next_number(ranks.group),
-        plan.has_initial_state,
-        plan.output_final_state,
-        plan.broadcast_final_state,
-    )
-    return run(call, x, plan.kernels.needs_grad)
+    call, signature = plan
+    handshake.agree(who, signature, call.group, x.q.device)
+    return run(replace(call, number=next_number(call.group)), x, call.kernels.needs_grad)
 
 
-def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: Wishes) -> Plan:
+def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, options: CpOptions) -> Plan:
     """Where the tokens lie, how the states cross, and what all ranks must have in common."""
-    for name, given, known in (("cp_mode", wishes.cp_mode, CP_MODES), ("sp_mode", wishes.sp_mode, SP_MODES)):
-        if given not in known:
-            raise ValueError(f"{who}: {name} is {given!r}; expected one of {list(known)}")
-    if wishes.schedule is not None and (wishes.schedule.exchange not in EXCHANGES or wishes.schedule.blocks < 1):
-        raise ValueError(f"{who}: schedule is {wishes.schedule}; expected one of {list(EXCHANGES)} and blocks >= 1")
+    checks.check_choice(who, "cp_mode", options.cp_mode, CP_MODES)
+    checks.check_choice(who, "sp_mode", options.sp_mode, SP_MODES)
+    if options.schedule is not None and (options.schedule.exchange not in EXCHANGES or options.schedule.blocks < 1):
+        raise ValueError(f"{who}: schedule is {options.schedule}; expected one of {list(EXCHANGES)} and blocks >= 1")
     B, _, HV, V = x.v.shape
     K = x.q.shape[3]
     offsets: tuple[int, ...] = ()
@@ -98,9 +89,9 @@ def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: 
             raise ValueError(f"{who}: cu_seqlens packs sequences along T and needs B == 1, but q has shape {list(x.q.shape)}")
         offsets = host_offsets(x.cu_seqlens, who)
         N, states, tokens = len(offsets) - 1, 1, max(1, offsets[-1] // ranks.size)
-        layout = packed_layout(offsets, wishes.sp_mode, ranks.rank, ranks.size)
+        layout = packed_layout(offsets, options.sp_mode, ranks.rank, ranks.size)
         assert layout.share.cu_seqlens is not None
-        check_tokens(who, x, layout.share.cu_seqlens[-1], f"cu_seqlens and sp_mode={wishes.sp_mode!r}")
+        check_tokens(who, x, layout.share.cu_seqlens[-1], f"cu_seqlens and sp_mode={options.sp_mode!r}")
     # of a batch only rank 0 reads it, and the others need not know
     has_initial_state = x.initial_state is not None and (x.cu_seqlens is not None or ranks.rank == 0)
     if has_initial_state and x.initial_state.shape != (N, HV, V, K):
@@ -108,28 +99,33 @@ def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: 
             f"{who}: initial_state has shape {list(x.initial_state.shape)}; expected [N, HV, V, K] = {[N, HV, V, K]}"
         )
     load = Load(layout.longest_chain, states, HV, K, V, tokens, kernels.has_dense_transition, kernels.needs_grad)
-    return Plan(
-        kernels,
-        layout,
-        wishes.schedule or cheapest(load, wishes.cp_mode),
-        has_initial_state,
-        wishes.output_final_state,
-        wishes.broadcast_final_state,
-        signature_of(x, kernels, ranks, wishes, offsets),
+    call = Call(
+        kernels=kernels,
+        layout=layout,
+        schedule=options.schedule or cheapest(load, options.cp_mode),
+        group=ranks.group,
+        rank=ranks.rank,
+        size=ranks.size,
+        has_initial_state=has_initial_state,
+        output_final_state=options.output_final_state,
+        broadcast_final_state=options.broadcast_final_state,
     )
+    return Plan(call, signature_of(x, kernels, ranks, options, offsets))
 
 
-def signature_of(x: Inputs, kernels: LocalKernels, ranks: Ranks, wishes: Wishes, offsets: tuple[int, ...]) -> handshake.Signature:
+def signature_of(
+    x: Inputs, kernels: LocalKernels, ranks: Ranks, options: CpOptions, offsets: tuple[int, ...] = ()
+) -> handshake.Signature:
     """What must be equal on all ranks. The number of tokens of a batch need not be, nor who has an initial state."""
     if ranks.group is None:
         return ()
     H, K = x.q.shape[2:]
     HV, V = x.v.shape[2:]
     common: list[tuple[str, Any]] = [("H", H), ("HV", HV), ("K", K), ("V", V), ("dtype", str(x.q.dtype))]
-    common += [(f.name, getattr(wishes, f.name)) for f in fields(Wishes)]
+    common += options._asdict().items()
     common += [("backend", kernels.backend), ("needs_grad", kernels.needs_grad)]
     common += [(name, value) for name, value in kernels.options._asdict().items() if name != "output_final_state"]
-    for name in kernels.family.Inputs._fields[3:-2]:
+    for name in kernels.family.own:
         t = getattr(x, name)
         common.append((name, None if t is None else (t.dim(), str(t.dtype))))
     if offsets:
@@ -178,8 +174,7 @@ def _check_initial_state(who: str, family: Family, x: Inputs) -> None:
         return
     checks.check_tensor(who, "initial_state", h0)
     checks.check_dtype(who, "initial_state", h0, family.state_dtypes)
-    if h0.device != x.q.device:
-        raise ValueError(f"{who}: initial_state is on {h0.device} but q is on {x.q.device}; all tensors must share a device")
+    checks.check_devices(who, x.q.device, initial_state=h0)
 
 
 def check_tokens(who: str, x: Inputs, expected: int, by: str) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States across ranks: each rank turns the state it gets from its neighbour into the one it hands on by an affine map.
+"""States across ranks: each rank turns the state it gets from its neighbour into the one it hands on by an affine transition.
 
     X_out = X_in M + B      X [N, HV, V, K],  M [N, HV, K, K] or one number a head [N, HV, 1, 1],  B like X
 
-Nothing here knows what the states are of. Forwards, M and B are a segment's map and X is the recurrent state. Backwards
-the neighbours change places, M is transposed, B is the gradient that a segment's own outputs send to its first state,
-and X is the gradient of the state. Both directions of KDA and of Lightning are this one computation.
+Nothing here knows what the states are of. Forwards, M and B are the transition of a rank's tokens and X is the recurrent
+state. Backwards the neighbours change places, M is transposed, B is the gradient that a rank's own outputs send to its
+first state, and X is the gradient of the state. Both directions of every family are this one computation.
 
 Rows of V do not mix, X_out[v] = X_in[v] M + B[v], so a chain of ranks can hand on the states in blocks of V, one behind
 the other:
@@ -30,7 +30,7 @@ from cula.dist.cost import Schedule
 
 @dataclass(frozen=True)
 class Affine:
-    """The map of this rank. M is None where what it hands on does not depend on what it gets."""
+    """The transition of this rank. M is None where what it hands on does not depend on what it gets."""
 
     M: Tensor | None
     B: Tensor
@@ -49,7 +49,7 @@ class Affine:
 class Neighbours:
     """Where states come from and go to: ranks of the group, counted along the direction of travel."""
 
-    before: tuple[int, ...]  # ranks whose maps make up what arrives here, nearest first
+    before: tuple[int, ...]  # ranks whose transitions make up what arrives here, nearest first
     after: tuple[int, ...]  # ranks that what leaves here reaches, nearest first
 
     @classmethod
@@ -61,19 +61,19 @@ class Neighbours:
 
 
 def scan(
-    channel: Channel, schedule: Schedule, near: Neighbours, affine: Affine | None, like: Tensor, map_rows: int
+    channel: Channel, schedule: Schedule, near: Neighbours, affine: Affine | None, like: Tensor, rows_of_M: int
 ) -> Tensor | None:
-    """The state that arrives at this rank once all ranks before it have applied their maps; None where none does.
+    """The state that arrives at this rank once all ranks before it have applied their transitions; None where none does.
 
     Args:
         affine: what this rank does to it; None where nothing leaves this rank.
         like: a tensor of the states' shape [N, HV, V, K].
-        map_rows: rows of M: K, or 1 for one number a head.
+        rows_of_M: rows of M: K, or 1 for one number a head.
     """
     if not near.before and not near.after:
         return None
     if schedule.exchange == "gather":
-        return _gather(channel, near, affine, like, map_rows)
+        return _gather(channel, near, affine, like, rows_of_M)
     return _chain(channel, schedule.blocks, near, affine, like)
 
 
@@ -104,23 +104,23 @@ def _chain(channel: Channel, count: int, near: Neighbours, affine: Affine | None
     return torch.cat(arrived, dim=2) if arrived else None
 
 
-def _gather(channel: Channel, near: Neighbours, affine: Affine | None, like: Tensor, map_rows: int) -> Tensor | None:
-    """Every map to every later rank at once; each folds those that concern it. Few steps, many bytes: for small groups.
+def _gather(channel: Channel, near: Neighbours, affine: Affine | None, like: Tensor, rows_of_M: int) -> Tensor | None:
+    """Every transition to every later rank at once; each composes those that concern it. Few steps, many bytes: for small groups.
 
-    A map crosses as [N, HV, map_rows + V, K]. The rank that begins a chain sends M = 0.
+    A transition crosses as [N, HV, rows_of_M + V, K]. The rank that begins a chain sends M = 0.
     """
     N, HV, V, K = like.shape
     sends = []
     if affine is not None:
-        M = like.new_zeros(N, HV, map_rows, K) if affine.M is None else affine.M.expand(N, HV, map_rows, K)
+        M = like.new_zeros(N, HV, rows_of_M, K) if affine.M is None else affine.M.expand(N, HV, rows_of_M, K)
         payload = torch.cat([M, affine.B], dim=2)
         sends = [(rank, payload) for rank in near.after]
-    like_payload = like.new_empty(1).expand(N, HV, map_rows + V, K)
-    maps = channel.exchange(sends, [(rank, like_payload) for rank in near.before])
-    if not maps:
+    like_payload = like.new_empty(1).expand(N, HV, rows_of_M + V, K)
+    arrived = channel.exchange(sends, [(rank, like_payload) for rank in near.before])
+    if not arrived:
         return None
     X = like.new_zeros(N, HV, V, K)
-    for payload in reversed(maps):  # the furthest rank first
-        M, B = payload.split([map_rows, V], dim=2)
-        X = Affine(M[..., :1] if map_rows == 1 else M, B)(X)
+    for payload in reversed(arrived):  # the furthest rank first
+        M, B = payload.split([rows_of_M, V], dim=2)
+        X = Affine(M[..., :1] if rows_of_M == 1 else M, B)(X)
     return X

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,17 @@ from cula.dist.comm import gather_heads, resolve_group
 from cula.dist.varlen import check_rank
 
 MESH_DIMS = ("tp", "model", "tensor")
-KEYWORDS = ("tp_group", "tp_size", "tp_rank", "input_is_parallel", "gather_output", "nvshmem_backend")
+
+
+class TpOptions(NamedTuple):
+    """The keywords of tensor parallelism, by their public names."""
+
+    tp_group: Any = None
+    tp_size: int = 1
+    tp_rank: int = 0
+    input_is_parallel: bool = False
+    gather_output: bool = False
+    nvshmem_backend: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,33 +101,31 @@ def _with_heads(who: str, name: str, t: Tensor, dim: int, HV: int) -> Tensor:
     return t
 
 
-def tp_call(family: Family, x: Any, kwargs: dict[str, Any], who: str) -> tuple[Any, ...]:
+def tp_call(family: Family, x: Any, tp: TpOptions, kwargs: dict[str, Any], who: str) -> tuple[Any, ...]:
     """A family's call of level 1 with its heads shared out over the ranks of a group: what `cula_<family>_tp` does.
 
     Args:
         x: the family's inputs as far as they are positional.
-        kwargs: keywords of `cula_<family>_tp`; the others are level 1's.
+        kwargs: the keywords of level 1.
     """
-    tp_group, tp_size, tp_rank = (kwargs.pop(name) for name in ("tp_group", "tp_size", "tp_rank"))
-    input_is_parallel, gather_output = kwargs.pop("input_is_parallel"), kwargs.pop("gather_output")
-    refuse_nvshmem(who, kwargs.pop("nvshmem_backend"))
-    group = resolve_tp(who, tp_group, tp_size, tp_rank, gather_output)
+    refuse_nvshmem(who, tp.nvshmem_backend)
+    group = resolve_tp(who, tp)
     positional = len(family.Inputs._fields) - len(family.Inputs._field_defaults)
     x = x._replace(**{name: kwargs.pop(name) for name in family.Inputs._field_defaults if name in kwargs})
-    with handshake.announced_refusal(who, group if gather_output else None, device_of(x.q)):
-        if not input_is_parallel:
-            whole = HeadShare(*_heads(x), tp_rank, tp_size)
-            x = slice_heads(who, family, x, tp_rank, tp_size)
+    with handshake.announced_refusal(who, group if tp.gather_output else None, device_of(x.q)):
+        if not tp.input_is_parallel:
+            whole = HeadShare(*_heads(x), tp.tp_rank, tp.tp_size)
+            x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
             _slice_buffers(kwargs, whole)
-        _refuse_out(who, kwargs, gather_output)
+        _refuse_out(who, kwargs, tp.gather_output)
         try:
             outputs = family.load_entry()(*x[:positional], **_named(x, positional, kwargs))
         except TypeError:
             level1 = inspect.signature(family.load_entry()).parameters
             unknown = [name for name in kwargs if name not in level1]
-            refuse_unknown(who, unknown, [*level1, *KEYWORDS], kwargs.get("backend", "auto"))
+            refuse_unknown(who, unknown, [*level1, *TpOptions._fields], kwargs.get("backend", "auto"))
             raise
-    return gather_all(who, outputs, group, tp_size) if gather_output else outputs
+    return gather_all(who, outputs, group, tp.tp_size) if tp.gather_output else outputs
 
 
 def _named(x: Any, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -131,16 +139,16 @@ def _heads(x: Any) -> tuple[int, int]:
     return (x.v.shape[2], x.q.shape[2]) if is_right else (1, 1)
 
 
-def resolve_tp(who: str, tp_group: Any, tp_size: int, tp_rank: int, gather_output: bool) -> Any:
+def resolve_tp(who: str, tp: TpOptions) -> Any:
     """The group, where there is one to check or to gather over."""
-    if tp_group is None and not gather_output:
-        check_rank(who, "tp", tp_rank, tp_size)
+    if tp.tp_group is None and not tp.gather_output:
+        check_rank(who, "tp", tp.tp_rank, tp.tp_size)
         return None
-    return resolve_group(who, "tp", tp_group, tp_size, tp_rank, MESH_DIMS)
+    return resolve_group(who, "tp", tp.tp_group, tp.tp_size, tp.tp_rank, MESH_DIMS)
 
 
 def device_of(q: Any) -> torch.device:
-    """For messages about a call that may be bad."""
+    """Where q is, for messages about a call whose q may be no tensor at all."""
     return q.device if isinstance(q, Tensor) else torch.device("cpu")
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cula.core.checks import INDEX_DTYPES, ArgumentTypeError
+from cula.core.checks import INDEX_DTYPES, ArgumentTypeError, shown_offsets
 
 SP_MODES = ("complete", "split")
 
@@ -165,14 +165,13 @@ def host_offsets(cu_seqlens: Tensor, who: str) -> tuple[int, ...]:
         return known[2]
     offsets = tuple(cu_seqlens.tolist())
     if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)):
-        shown = list(offsets) if len(offsets) <= 12 else [*offsets[:6], "...", *offsets[-3:]]
-        raise ValueError(f"{who}: cu_seqlens is {shown}; expected non-decreasing offsets from 0")
+        raise ValueError(f"{who}: cu_seqlens is {shown_offsets(offsets)}; expected non-decreasing offsets from 0")
     _host_copies[key] = (weakref.ref(cu_seqlens, lambda _: _host_copies.pop(key, None)), version, offsets)
     return offsets
 
 
 def check_rank(who: str, prefix: str, rank: int, size: int) -> None:
-    """`rank` is one of `size`."""
+    """ValueError unless there are `size` ranks and `rank` is one of them."""
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"{who}: {prefix}_size is {size!r}; expected a positive number of ranks")
     if not isinstance(rank, int) or not 0 <= rank < size:

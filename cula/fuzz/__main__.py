@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """Of one call."""
+    """What came of one call."""
 
     kind: str  # "kda prefill", "kda decode", "kda gradient", "kda bad input"
     backend: str  # that served it; "declined" where the backend that was asked for does not take it

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cula.core.checks import dtype_name
+
 T = TypeVar("T")
 
 MARGIN = 256  # elements of poison before and behind a tensor; a multiple of 16 bytes in every dtype
@@ -138,6 +140,6 @@ def keywords(call: dict[str, Any]) -> str:
     def word(value: Any) -> str:
         if not isinstance(value, Tensor):
             return repr(value)
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
 
     return ", ".join(f"{name}={word(value)}" for name, value in call.items() if value is not None and value is not False)

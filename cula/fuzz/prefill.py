@@ -232,7 +232,7 @@ def _wrong_gradients(
     want: tuple[Tensor, Tensor],
     limit: float,
 ) -> str | None:
-    """Of a sum with random weights."""
+    """What is wrong with the gradients of a sum of the outputs with random weights; None if nothing is."""
     pairs = [(x, y, draw.normal(*y.shape)) for x, y in zip(got, want) if x is not None and y.requires_grad]
     ours = torch.autograd.grad([x for x, _, _ in pairs], list(leaves.values()), [w.to(x) for x, _, w in pairs], allow_unused=True)
     theirs = torch.autograd.grad(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cula.core.checks import is_null_nonpositive
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.core.prefill import call_prefill
 from cula.gdn.family import FAMILY
 
@@ -70,7 +70,7 @@ def cula_gdn(
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
-@ranged
+@nvtx_range
 def cula_gdn(
     q: Tensor,
     k: Tensor,

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
-from cula.bench.inputs import Inputs, Random, normalise
+from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
 from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, batch, gated, host_cases, model_cases, on_cpu
-from cula.core.constants import L2_NORM_EPS
 from cula.gdn.reference import gdn_gate
 
 GATES = ("fast", "slow", "init")
@@ -129,17 +128,15 @@ def _switches(x: Inputs) -> dict[str, Any]:
 
 
 def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    case, q, k, g, beta = x.case, at["q"], at["k"], at["g"], at["beta"]
-    if case.has("norm"):
-        q, k = (t / (t.square().sum(-1, keepdim=True) + L2_NORM_EPS).sqrt() for t in (q, k))
-    q, k = (t.repeat_interleave(case.HV // case.H, dim=1) for t in (q * case.K**-0.5, k))  # [tokens, hv, K]
+    case, g, beta = x.case, at["g"], at["beta"]
+    q, k = recurrence_operands(case, at, has_norm=case.has("norm"))
     if case.has("gate"):
         g = gdn_gate(g, at["A_log"], at["dt_bias"])
     return q, k, g[..., None].expand(k.shape), beta.sigmoid() if case.has("sigmoid") else beta
 
 
 def token_bytes(case: Case) -> int:
-    """Of the gates and the betas: raw ones in q's dtype, others in float32."""
+    """Bytes of the gates and betas of a token: raw ones in q's dtype, others in float32."""
     return case.HV * sum(case.torch_dtype.itemsize if case.has(flag) else 4 for flag in ("gate", "sigmoid"))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.constants import CHUNK, MAX_DECODE_TOKENS
+from cula.core.constants import CHUNK
 from cula.core.cp_context import from_cp_context
-from cula.core.fla import check_first_states, check_tokens, decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, check_tokens, decode_few, is_decode, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -194,8 +194,7 @@ def fused_recurrent_gated_delta_rule(
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     if g is None:
         g = v.new_zeros(v.shape[:3])
-    is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
-    if not is_short:
+    if not is_decode(q, cu_seqlens):
         x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
         of_prefill = GdnOptions(output_final_state=output_final_state, **switches)
         o, final_state = prefill(FAMILY, x, of_prefill, backend=backend, who=who)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cula.dist.cost import Schedule
 from cula.dist.cp import cp_call, tp_cp_call
-from cula.dist.tp import tp_call
+from cula.dist.plan import CpOptions
+from cula.dist.tp import TpOptions, tp_call
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnInputs
 
@@ -31,34 +32,13 @@ def cula_gdn_tp(
 ) -> tuple[Any, ...]:
     """`cula_gdn` with its heads shared out over the ranks of a group.
 
-    Args:
-        q, k, v, g, beta: as in `cula_gdn`; all heads, or this rank's with `input_is_parallel`.
-        tp_group: a process group or a `DeviceMesh`; needed for `gather_output` only, checked where given.
-        tp_size, tp_rank: how many ranks share the heads, and which this is. `tp_size` must divide HV.
-        input_is_parallel: every tensor already holds this rank's heads alone (states, `A_log` and `dt_bias` too).
-        gather_output: return all heads on every rank instead of this rank's.
-        nvshmem_backend: not available; see the error.
-        **kwargs: to `cula_gdn`, tensors with a head dimension sliced like the others.
-
-    Returns:
-        What `cula_gdn` returns, with this rank's `HV / tp_size` heads, or all of them with `gather_output`.
-
-    Gradients: each rank gets those of its own heads, so over full inputs the sum of the ranks' gradients is the whole
-    one. Through `gather_output` they follow tensor parallelism's custom: every rank computes the same loss from the
-    gathered tensor, and its heads take their slice of the gradient.
+    Arguments, results and gradients are those of `cula_kda_tp`, with `cula_gdn` in the place of `cula_kda`.
 
     Example:
         >>> o, state = cula_gdn_tp(q, k, v, g, beta, tp_group=group, tp_size=2, tp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "tp_group": tp_group,
-        "tp_size": tp_size,
-        "tp_rank": tp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return tp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_tp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output, nvshmem_backend)
+    return tp_call(FAMILY, GdnInputs(q, k, v, g, beta), tp, kwargs, "cula_gdn_tp")
 
 
 def cula_gdn_cp(
@@ -83,47 +63,16 @@ def cula_gdn_cp(
 ) -> tuple[Tensor, Tensor | None]:
     """`cula_gdn` over sequences whose tokens lie on several ranks.
 
-    Args:
-        q, k, v, g, beta: this rank's tokens, as in `cula_gdn`; T may differ from rank to rank, and be 0.
-        sp_group: a process group, a `DeviceMesh` (one dimension, or several with one named "cp" or "sp"), or None for
-            the default group.
-        sp_size, sp_rank: its size, and this process's rank in it.
-        initial_state: `[N, HV, V, K]` float32, bfloat16 or float16 of all sequences; counts on rank 0. Of a batch the other
-            ranks may pass None; of packed sequences every rank passes a tensor or none does.
-        output_final_state: return the states after the last tokens, on the last rank.
-        cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks work at once on the maps of
-            their tokens and scans those; "auto" takes the cheaper by `cula.dist.cost`.
-        cu_seqlens: *global* offsets `[N + 1]` of packed sequences, int32 or int64, on the CPU or on q's device.
-        sp_mode: "complete" (a sequence on one rank) or "split" (the packed range cut evenly).
-        broadcast_final_state: return `final_state` on every rank.
-        schedule: the exchange itself, instead of one chosen by `cp_mode`: `Schedule("chain", 4)`.
-        nvshmem_backend: not available; see the error.
-        **kwargs: to the operator, as for `cula_gdn`.
-
-    Returns:
-        `(o, final_state)`: o for this rank's tokens; final_state `[N, HV, V, K]` on the last rank (on all with
-        `broadcast_final_state`), otherwise None.
-
-    Differentiable as `cula_gdn` is. Every rank runs the backward (see `tie`); the loss is the sum of the ranks' losses;
-    gradients of `A_log` and `dt_bias` are this rank's share, to be summed; that of `initial_state` is whole, on rank 0.
+    Arguments, results and gradients are those of `cula_kda_cp`, with `cula_gdn` in the place of `cula_kda`; `initial_state` may
+    be float32, bfloat16 or float16.
 
     Example:
         >>> o, state = cula_gdn_cp(q, k, v, g, beta, sp_group=group, sp_size=4, sp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "sp_group": sp_group,
-        "sp_size": sp_size,
-        "sp_rank": sp_rank,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cp_mode": cp_mode,
-        "cu_seqlens": cu_seqlens,
-        "sp_mode": sp_mode,
-        "broadcast_final_state": broadcast_final_state,
-        "schedule": schedule,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return cp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_cp")
+    x = GdnInputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    cp = CpOptions(cp_mode, sp_mode, output_final_state, broadcast_final_state, schedule)
+    kwargs["nvshmem_backend"] = nvshmem_backend
+    return cp_call(FAMILY, x, (sp_group, sp_size, sp_rank), cp, kwargs, "cula_gdn_cp")
 
 
 def cula_gdn_tp_cp(
@@ -145,26 +94,7 @@ def cula_gdn_tp_cp(
 ) -> tuple[Tensor, Tensor | None]:
     """`cula_gdn_cp` on this rank's heads: heads shared out over `tp_group`, tokens over `sp_group`.
 
-    Only the states of the local heads cross ranks of `sp_group`.
-
-    Args:
-        q, k, v, g, beta: this rank's tokens, all heads; this rank's heads with `input_is_parallel`.
-        tp_group, tp_size, tp_rank, input_is_parallel, gather_output: as in `cula_gdn_tp`.
-        sp_group, sp_size, sp_rank: as in `cula_gdn_cp`. One `DeviceMesh` of two dimensions named "tp" and "cp" may be
-            given for both groups.
-        **kwargs: to `cula_gdn_cp`, tensors with a head dimension sliced like the others.
-
-    Returns:
-        What `cula_gdn_cp` returns, with this rank's heads, or all of them with `gather_output`.
+    Arguments and results are those of `cula_kda_tp_cp`, with `cula_gdn_cp` in the place of `cula_kda_cp`.
     """
-    given = {
-        "tp_group": tp_group,
-        "sp_group": sp_group,
-        "tp_size": tp_size,
-        "sp_size": sp_size,
-        "tp_rank": tp_rank,
-        "sp_rank": sp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-    }
-    return tp_cp_call(FAMILY, GdnInputs(q, k, v, g, beta), given | kwargs, "cula_gdn_tp_cp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output)
+    return tp_cp_call(FAMILY, GdnInputs(q, k, v, g, beta), tp, (sp_group, sp_size, sp_rank), kwargs, "cula_gdn_tp_cp")

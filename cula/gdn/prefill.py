@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cula.core.pool import Serving
-from cula.core.prefill import prefill
+from cula.core.prefill import prefill_by
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnInputs, GdnOptions
 from cula.utils import assert_blackwell, assert_hopper
@@ -55,7 +53,7 @@ def gdn_prefill_hopper(
         output_final_state=output_final_state,
     )
     x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _prefill("gdn_prefill_hopper", "cute_sm90", x, options, out)
+    return prefill_by("cute_sm90", FAMILY, x, options, out, "gdn_prefill_hopper")
 
 
 def gdn_prefill_blackwell(
@@ -79,15 +77,10 @@ def gdn_prefill_blackwell(
 ) -> tuple[Tensor, Tensor | None]:
     """The Blackwell prefill: bfloat16, K = V = 128, forward only. **Never run on hardware.**
 
-    Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
+    Compiled in CI, and its PTX run on a CPU against float64 (docs/gdn-blackwell.md). Before its first call on a machine it is
     compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.
 
-    Args:
-        q, k, v, g, beta, scale, ...: as in `cula.cula_gdn`; states are `[N, HV, V, K]`, and cu_seqlens is int32.
-        out: a `[B, T, HV, V]` tensor for the result.
-
-    Returns:
-        `(o, final_state)`; final_state is None unless `output_final_state`.
+    Arguments and results are those of `gdn_prefill_hopper`.
 
     Raises:
         RuntimeError: the device is neither SM100 nor SM103.
@@ -103,11 +96,4 @@ def gdn_prefill_blackwell(
         output_final_state=output_final_state,
     )
     x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _prefill("gdn_prefill_blackwell", "cute_sm100", x, options, out)
-
-
-def _prefill(who: str, backend: str, x: GdnInputs, options: GdnOptions, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
-    with torch.no_grad():
-        return prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
+    return prefill_by("cute_sm100", FAMILY, x, options, out, "gdn_prefill_blackwell")

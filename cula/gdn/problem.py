@@ -142,14 +142,13 @@ def check_gdn_decode(
     x: GdnDecodeInputs, options: DecodeOptions, dims: Any, who: str
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """Validate the tensors that are GDN's own; return them normalised, and the fields of the problem that follow from them."""
-    for name, t in (("g", x.g), ("beta", x.beta)):
-        if t is None:
-            raise ValueError(f"{who}: mode 'gdn' needs {name}=")
+    checks.check_given(who, "gdn", g=x.g, beta=x.beta)
+    assert x.g is not None
     if options.lower_bound is not None:
         raise ValueError(f"{who}: lower_bound= is of mode 'kda'; the gate of mode 'gdn' has no bound")
-    if checks.rank_of(who, "g", x.g) == 4:  # type: ignore[arg-type]
+    if checks.rank_of(who, "g", x.g) == 4:
         raise ValueError(
-            f"{who}: g has shape {checks.shape_of(x.g)}, one gate a channel; mode 'gdn' has one a head, "  # type: ignore[arg-type]
+            f"{who}: g has shape {checks.shape_of(x.g)}, one gate a channel; mode 'gdn' has one a head, "
             f"{dims.lead_name}, HV]: use mode='kda'"
         )
     return check_kda_decode(x, options, dims, who)

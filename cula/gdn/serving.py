@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from cula.core import checks
 from cula.core.constants import SOFTPLUS_THRESHOLD
-from cula.core.decode import decode
-from cula.core.family import Family
-from cula.core.problem import DecodeOptions
+from cula.core.serving import check_packed, check_softplus, decode_raw, one_token_each, raw_gates, split_packed
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnDecodeInputs
 from cula.kda.family import FAMILY as KDA
-from cula.kda.serving import check_packed, check_softplus, one_token_each, raw_gates, split_packed
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -50,16 +45,12 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     who = "fused_recurrent_gated_delta_rule_packed_decode"
     check_packed(who, mixed_qkv, initial_state, "initial_state")
     HV, V, K = initial_state.shape[1:]
-    H, left = divmod(mixed_qkv.shape[-1] - HV * V, 2 * K)
-    if left or H <= 0:
-        raise ValueError(
-            f"{who}: mixed_qkv has {mixed_qkv.shape[-1]} columns; beside {HV} value heads of {V} "
-            f"they hold no queries and keys of {K}"
-        )
-    q, k, v = (t.transpose(0, 1) for t in split_packed(who, mixed_qkv, H, K, HV, V))  # [N, 1, heads, dim]
+    q, k, v = (t.transpose(0, 1) for t in split_packed(who, mixed_qkv, HV, V, K))  # [N, 1, heads, dim]
     g, beta = raw_gates(who, q, v, a, b, has_channels=False)
     x = GdnDecodeInputs(q, k, v, initial_state, ssm_state_indices, g, beta, A_log, dt_bias, out=out)
-    return _decode(who, x, scale, use_qk_l2norm_in_kernel, null_index, backend=backend)
+    return decode_raw(
+        FAMILY, x, who=who, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, null_index=null_index, backend=backend
+    )
 
 
 gdn_packed_decode = fused_recurrent_gated_delta_rule_packed_decode
@@ -152,32 +143,9 @@ def fused_sigmoid_gating_delta_rule_update(
         q, k, v, initial_state_source, initial_state_indices, g, logits, A_log, dt_bias, num_accepted_tokens,
         intermediate_states_buffer, intermediate_state_indices, cu_seqlens, out,
     )  # fmt: skip
-    null_index = null_index or ("nonpositive" if is_vllm else "negative")
-    family, commit = KDA if is_kda else FAMILY, not disable_state_update
-    o, pool = _decode(who, x, scale, use_qk_l2norm_in_kernel, null_index, commit, backend, family, lower_bound)
+    o, pool = decode_raw(
+        KDA if is_kda else FAMILY, x, who=who, scale=scale, lower_bound=lower_bound, commit=not disable_state_update,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, backend=backend,
+        null_index=null_index or ("nonpositive" if is_vllm else "negative"),
+    )  # fmt: skip
     return (o, pool) if is_vllm else o
-
-
-def _decode(
-    who: str,
-    x: GdnDecodeInputs,
-    scale: float | None,
-    use_norm: bool,
-    null_index: str,
-    commit: bool = True,
-    backend: str = "auto",
-    family: Family = FAMILY,
-    lower_bound: float | None = None,
-) -> Any:
-    """With raw gates and raw beta logits, as all of these callers have them."""
-    checks.check_choice(who, "null_index", null_index, ("negative", "nonpositive"))
-    options = DecodeOptions(
-        scale=scale,
-        lower_bound=lower_bound,
-        use_gate_in_kernel=True,
-        use_qk_l2norm_in_kernel=use_norm,
-        use_beta_sigmoid_in_kernel=True,
-        null_is_nonpositive=null_index == "nonpositive",
-        commit=commit,
-    )
-    return decode(family, x, options, backend=backend, who=who)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -27,6 +28,12 @@ Calls inside of a graph of `torch.compile` are not counted: they are operators `
 def count(name: str) -> None:
     if not torch.compiler.is_compiling():
         CALLS[name] += 1
+
+
+@functools.cache
+def log_once(sentence: str) -> None:
+    """Log a sentence at INFO, once a process: what is true of one call is true of the others."""
+    logger.info("%s", sentence)
 
 
 class Changes:

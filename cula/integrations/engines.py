@@ -101,17 +101,6 @@ def decode(
     return o
 
 
-def split_qkv(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`[1, N, heads, dim]` views of the rows `[N, 2 * H * K + HV * V]`: q heads, then k heads, then v heads."""
-    keys = mixed_qkv.shape[-1] - HV * V
-    if keys <= 0 or keys % (2 * K):
-        raise ValueError(
-            f"mixed_qkv has {mixed_qkv.shape[-1]} columns, which {HV} value heads of {V} and keys of {K} do not make"
-        )
-    q, k, v = mixed_qkv.split([keys // 2, keys // 2, HV * V], -1)
-    return q.unflatten(-1, (-1, K))[None], k.unflatten(-1, (-1, K))[None], v.unflatten(-1, (HV, V))[None]
-
-
 def lightning_prefill(
     q: Tensor,
     k: Tensor,

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cula.api import cula_decode
 from cula.core.constants import MAX_DECODE_TOKENS
+from cula.core.serving import split_packed
 from cula.integrations import engines
-from cula.integrations.changes import count, logger
+from cula.integrations.changes import count, log_once, logger
 
 CHOICE = "cula"
 LINEAR = "sglang.srt.layers.attention.linear"
@@ -120,7 +121,7 @@ def _seg_la(
     elif track_lens is not None and track_state_indices is not None:
         why_not = "states for prefix caches"
     if why_not is not None:
-        _say_once(f"cula.integrations.sglang: lightning stays SGLang's: {why_not}")
+        log_once(f"cula.integrations.sglang: lightning stays SGLang's: {why_not}")
         given = (q, k, v, s, decay_scales, meta, caches, cache_indices, track_lens, track_state_indices, softmax_scale)
         return original(*given, **kwargs)
     count(f"sglang.lightning.{phase}")
@@ -243,21 +244,11 @@ class _Kernels:
                 num_v_heads=num_v_heads, head_v_dim=head_v_dim, lower_bound=lower_bound, **kwargs,
             )  # fmt: skip
         count(f"sglang.{self.mode}.packed_decode")
-        q, k, v = engines.split_qkv(mixed_qkv, num_v_heads, head_v_dim, ssm_states.shape[-1])
+        q, k, v = split_packed("packed_decode", mixed_qkv, num_v_heads, head_v_dim, ssm_states.shape[-1])
         return engines.decode(
-            self.mode,
-            q,
-            k,
-            v,
-            a,
-            b,
-            ssm_states,
-            cache_indices,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=lower_bound,
+            self.mode, q, k, v, a, b, ssm_states, cache_indices, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             scale=scale,
-        )
+        )  # fmt: skip
 
     def target_verify(
         self,
@@ -306,9 +297,4 @@ class _Kernels:
         return None
 
     def _leave(self, method: str, why: str) -> None:
-        _say_once(f"cula.integrations.sglang: {self.mode} {method} stays Triton's: {why}")
-
-
-@functools.cache
-def _say_once(words: str) -> None:
-    logger.info(words)
+        log_once(f"cula.integrations.sglang: {self.mode} {method} stays Triton's: {why}")

@@ -26,8 +26,9 @@ from torch import Tensor
 from cula import gdn, settings
 from cula.api import cula_gdn, cula_kda
 from cula.core.constants import MAX_DECODE_TOKENS
+from cula.core.serving import split_packed
 from cula.integrations import engines
-from cula.integrations.changes import Changes, count, logger
+from cula.integrations.changes import Changes, count, log_once, logger
 
 GDN_MODULE = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 KDA_MODULE = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
@@ -100,7 +101,7 @@ def prefill_op(base: type) -> type:
 
 
 def gdn_layer(base: type) -> type:
-    """vLLM's layer, deciding for the functions that cuLA replaced."""
+    """vLLM's layer, set to call the functions that cuLA replaced and not its own CUDA kernel."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]
@@ -168,7 +169,7 @@ def _gdn_decode(
     if is_kda or not inplace_final_state or cu_seqlens is None or ssm_state_indices is None or initial_state is None:
         why_not = "a form of the call that vLLM's layers do not have"
     if why_not is not None:
-        _say_once(f"cula.integrations.vllm: {DECODE} stays vLLM's: {why_not}")
+        log_once(f"cula.integrations.vllm: {DECODE} stays vLLM's: {why_not}")
         return theirs(
             A_log=A_log, a=a, b=b, dt_bias=dt_bias, q=q, k=k, v=v, inplace_final_state=inplace_final_state,
             ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens, is_kda=is_kda, **options,
@@ -233,7 +234,7 @@ def _kda_decode(
     """vLLM's `fused_recurrent_kda`: rows of draft tokens, each with its slot."""
     why_not = _why_not_drafts(ssm_state_indices)
     if why_not is not None:
-        _say_once(f"cula.integrations.vllm: fused_recurrent_kda stays vLLM's: {why_not}")
+        log_once(f"cula.integrations.vllm: fused_recurrent_kda stays vLLM's: {why_not}")
         return theirs(
             q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices,
             num_accepted_tokens, out, fuse_gate,
@@ -263,7 +264,7 @@ def _kda_packed_decode(
     """vLLM's `fused_recurrent_kda_packed_decode`: one token a row; returns o `[1, N, H, V]`."""
     count("vllm.kda.packed_decode")
     HV, V, K = initial_state.shape[1:]
-    q, k, v = engines.split_qkv(mixed_qkv, HV, V, K)
+    q, k, v = split_packed("fused_recurrent_kda_packed_decode", mixed_qkv, HV, V, K)
     o = engines.decode(
         "kda", q, k, v, raw_g, raw_beta, initial_state, state_indices, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         scale=scale, null_index="nonpositive",
@@ -275,11 +276,6 @@ def _why_not_drafts(slots: Tensor | None) -> str | None:
     if slots is not None and slots.dim() == 2 and slots.shape[1] > MAX_DECODE_TOKENS:
         return f"{slots.shape[1]} draft tokens; cuLA takes up to {MAX_DECODE_TOKENS}"
     return None
-
-
-@functools.cache
-def _say_once(words: str) -> None:
-    logger.info(words)
 
 
 PACKED_DECODE, DECODE = "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cula.core.checks import is_null_nonpositive
 from cula.core.cp_context import from_cp_context
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.core.pool import Serving
 from cula.core.prefill import call_prefill
 from cula.kda.family import FAMILY
@@ -76,7 +76,7 @@ def cula_kda(
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
-@ranged
+@nvtx_range
 def cula_kda(
     q: Tensor,
     k: Tensor,

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
-from cula.bench.inputs import Inputs, Random, normalise
+from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
 from cula.bench.shapes import PACKED_LENS, PREPARED, TRAINING, batch, decode_cases, gated, host_cases, model_cases, on_cpu
-from cula.core.constants import L2_NORM_EPS
 from cula.kda.reference import kda_gate
 
 GATES = ("fast", "slow", "init")
@@ -162,10 +161,8 @@ def decode(x: Inputs, t: Leaves) -> dict[str, Any]:
 
 
 def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    case, q, k, g, beta = x.case, at["q"], at["k"], at["g"], at["beta"]
-    if case.has("norm"):
-        q, k = (t / (t.square().sum(-1, keepdim=True) + L2_NORM_EPS).sqrt() for t in (q, k))
-    q, k = (t.repeat_interleave(case.HV // case.H, dim=1) for t in (q * case.K**-0.5, k))  # [tokens, hv, K]
+    case, g, beta = x.case, at["g"], at["beta"]
+    q, k = recurrence_operands(case, at, has_norm=case.has("norm"))
     if case.has("gate"):
         g = kda_gate(g[None], at.get("A_log"), at.get("dt_bias"), x.lower_bound)[0]
     g = g[..., None].expand(k.shape) if g.dim() == 2 else g
@@ -173,7 +170,7 @@ def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor],
 
 
 def token_bytes(case: Case) -> int:
-    """Of the gates and the betas."""
+    """Bytes of the gates and betas of a token."""
     return case.HV * (1 if case.has("scalar") else case.K) * case.torch_dtype.itemsize + case.HV * case.torch_dtype.itemsize
 
 

@@ -16,7 +16,7 @@ from cula.core import checks
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
-from cula.core.fla import check_first_states, check_tokens, decode_few, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import check_first_states, check_tokens, decode_few, is_decode, state_layout, swap_layout, warn_of_ignored
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -157,7 +157,7 @@ def fused_recurrent_kda(
     elif is_deep(who, lower_bound):
         g, use_gate_in_kernel, lower_bound = deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
-    is_short = cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
+    is_short = is_decode(q, cu_seqlens)
     uses_pool = inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None
     if uses_pool and not (is_short and inplace_final_state and initial_state is not None):
         raise NotImplementedError(

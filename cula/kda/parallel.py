@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cula.dist.cost import Schedule
 from cula.dist.cp import cp_call, tp_cp_call
-from cula.dist.tp import tp_call
+from cula.dist.plan import CpOptions
+from cula.dist.tp import TpOptions, tp_call
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaInputs
 
@@ -50,15 +51,8 @@ def cula_kda_tp(
     Example:
         >>> o, state = cula_kda_tp(q, k, v, g, beta, tp_group=group, tp_size=2, tp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "tp_group": tp_group,
-        "tp_size": tp_size,
-        "tp_rank": tp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return tp_call(FAMILY, KdaInputs(q, k, v, g, beta), given | kwargs, "cula_kda_tp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output, nvshmem_backend)
+    return tp_call(FAMILY, KdaInputs(q, k, v, g, beta), tp, kwargs, "cula_kda_tp")
 
 
 def cula_kda_cp(
@@ -91,8 +85,8 @@ def cula_kda_cp(
         initial_state: `[N, HV, V, K]` float32 of all sequences; counts on rank 0. Of a batch the other ranks may pass
             None; of packed sequences every rank passes a tensor or none does.
         output_final_state: return the states after the last tokens, on the last rank.
-        cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks work at once on the maps of
-            their tokens and scans those; "auto" takes the cheaper by `cula.dist.cost`.
+        cp_mode: "ring" hands the state on, one rank after another; "scan" lets all ranks make the transitions of their
+            tokens at once, and scans those; "auto" takes the cheaper by `cula.dist.cost`.
         cu_seqlens: *global* offsets `[N + 1]` of packed sequences, int32 or int64, on the CPU or on q's device.
         sp_mode: "complete" (a sequence on one rank) or "split" (the packed range cut evenly).
         broadcast_final_state: return `final_state` on every rank.
@@ -110,20 +104,10 @@ def cula_kda_cp(
     Example:
         >>> o, state = cula_kda_cp(q, k, v, g, beta, sp_group=group, sp_size=4, sp_rank=rank)  # doctest: +SKIP
     """
-    given = {
-        "sp_group": sp_group,
-        "sp_size": sp_size,
-        "sp_rank": sp_rank,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cp_mode": cp_mode,
-        "cu_seqlens": cu_seqlens,
-        "sp_mode": sp_mode,
-        "broadcast_final_state": broadcast_final_state,
-        "schedule": schedule,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    return cp_call(FAMILY, KdaInputs(q, k, v, g, beta), given | kwargs, "cula_kda_cp")
+    x = KdaInputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    cp = CpOptions(cp_mode, sp_mode, output_final_state, broadcast_final_state, schedule)
+    kwargs["nvshmem_backend"] = nvshmem_backend
+    return cp_call(FAMILY, x, (sp_group, sp_size, sp_rank), cp, kwargs, "cula_kda_cp")
 
 
 def cula_kda_tp_cp(
@@ -157,14 +141,5 @@ def cula_kda_tp_cp(
     Returns:
         What `cula_kda_cp` returns, with this rank's heads, or all of them with `gather_output`.
     """
-    given = {
-        "tp_group": tp_group,
-        "sp_group": sp_group,
-        "tp_size": tp_size,
-        "sp_size": sp_size,
-        "tp_rank": tp_rank,
-        "sp_rank": sp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-    }
-    return tp_cp_call(FAMILY, KdaInputs(q, k, v, g, beta), given | kwargs, "cula_kda_tp_cp")
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output)
+    return tp_cp_call(FAMILY, KdaInputs(q, k, v, g, beta), tp, (sp_group, sp_size, sp_rank), kwargs, "cula_kda_tp_cp")

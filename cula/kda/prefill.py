@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cula.core.pool import Serving
-from cula.core.prefill import prefill
+from cula.core.prefill import prefill_by
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaInputs, KdaOptions
 from cula.utils import assert_blackwell, assert_hopper
@@ -59,7 +57,7 @@ def kda_prefill_hopper(
         output_final_state=output_final_state,
     )
     x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _prefill("kda_prefill_hopper", "cute_sm90", x, options, out)
+    return prefill_by("cute_sm90", FAMILY, x, options, out, "kda_prefill_hopper")
 
 
 def kda_prefill_blackwell(
@@ -88,12 +86,7 @@ def kda_prefill_blackwell(
     Compiled in CI, and its PTX run on a CPU against float64 (docs/kda-blackwell.md). Before its first call on a machine it is
     compared with the torch backend there (`CULA_SELF_CHECK=0` leaves that out); if it is off, calls are refused with the figure.
 
-    Args:
-        q, k, v, g, beta, scale, ...: as in `cula.cula_kda`; states are `[N, HV, V, K]` float32, and cu_seqlens is int32.
-        out: a `[B, T, HV, V]` tensor for the result.
-
-    Returns:
-        `(o, final_state)`; final_state is None unless `output_final_state`.
+    Arguments and results are those of `kda_prefill_hopper`.
 
     Raises:
         RuntimeError: the device is neither SM100 nor SM103.
@@ -111,11 +104,4 @@ def kda_prefill_blackwell(
         output_final_state=output_final_state,
     )
     x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _prefill("kda_prefill_blackwell", "cute_sm100", x, options, out)
-
-
-def _prefill(who: str, backend: str, x: KdaInputs, options: KdaOptions, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
-    with torch.no_grad():
-        return prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
+    return prefill_by("cute_sm100", FAMILY, x, options, out, "kda_prefill_blackwell")

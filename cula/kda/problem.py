@@ -131,9 +131,7 @@ def check_kda_decode(
     x: KdaDecodeInputs, options: DecodeOptions, dims: Any, who: str
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """Validate the tensors that are KDA's own; return them normalised, and the fields of the problem that follow from them."""
-    for name, t in (("g", x.g), ("beta", x.beta)):
-        if t is None:
-            raise ValueError(f"{who}: mode 'kda' needs {name}=")
+    checks.check_given(who, "kda", g=x.g, beta=x.beta)
     assert x.g is not None and x.beta is not None
     has_scalar_gate = _check_gate_and_beta(who, x.g, x.beta, dims.lead, dims.lead_name, dims.HV, dims.K)
     A_log, dt_bias = check_gate(who, options, x.A_log, x.dt_bias, dims.HV, dims.K, has_scalar_gate)
@@ -219,7 +217,7 @@ def check_gate(
 
 
 def _as_float32(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor itself where it is so already."""
+    """A tensor in float32 and in this shape; the tensor itself where it is that already."""
     t = t if t.shape == shape else t.reshape(shape)
     return t if t.dtype == torch.float32 else t.float()
 

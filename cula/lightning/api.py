@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cula.core.checks import is_null_nonpositive, one_of
 from cula.core.constants import CHUNK
-from cula.core.nvtx import ranged
+from cula.core.nvtx import nvtx_range
 from cula.core.prefill import call_prefill
 from cula.lightning.family import FAMILY
 
@@ -32,6 +32,7 @@ class LightningKeywords(TypedDict, total=False):
     has_initial_state: Tensor | None
     null_index: Literal["negative", "nonpositive"]
     out: Tensor | None
+    batch_invariant: bool
     backend: str
 
 
@@ -47,7 +48,7 @@ def cula_lightning(
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
-@ranged
+@nvtx_range
 def cula_lightning(
     Q: Tensor | None = None,
     K: Tensor | None = None,

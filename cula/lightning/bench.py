@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
-from cula.bench.inputs import Inputs, Random, normalise
+from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
 from cula.bench.shapes import PACKED_LENS, batch, decode_cases, host_cases, model_cases, on_cpu
 
 SLOPES = "slopes"
@@ -52,8 +52,7 @@ def decode(x: Inputs, t: Leaves) -> dict[str, Any]:
 
 
 def recurrence(x: Inputs, at: dict[str, Tensor], value_heads: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    case = x.case
-    q, k = (t.repeat_interleave(case.HV // case.H, dim=1) for t in (at["q"] * case.K**-0.5, at["k"]))  # [tokens, hv, K]
+    q, k = recurrence_operands(x.case, at, has_norm=False)
     assert x.decay is not None
     return q, k, -value_heads(x.decay.double())[None, :, None].expand(k.shape), None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.fla import check_first_states, check_tokens
+from cula.core.fla import check_first_states, check_tokens, swap_layout
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -108,12 +108,7 @@ def _simple_gla(
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
-    h0 = initial_state if initial_state is None else initial_state.float()
-    if h0 is not None and not state_v_first:
-        h0 = h0.transpose(-1, -2).contiguous()
     gamma = checks.reshaped(who, "g_gamma", g_gamma, "[H]", (v.shape[2],))
-    x = LightningInputs(q, k, v, -gamma.float(), h0, cu_seqlens)
+    x = LightningInputs(q, k, v, -gamma.float(), swap_layout(initial_state, state_v_first), cu_seqlens)
     o, final_state = prefill(FAMILY, x, LightningOptions(scale, output_final_state=output_final_state), who=who)
-    if final_state is not None and not state_v_first:
-        final_state = final_state.transpose(-1, -2).contiguous()
-    return o, final_state
+    return o, swap_layout(final_state, state_v_first)

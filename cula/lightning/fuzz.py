@@ -14,7 +14,7 @@ from cula.lightning.reference import lightning
 
 
 def tensors(draw: Draw, shape: Shape, switches: dict[str, Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """Decays of which some heads have none."""
+    """Decays of the heads, some of which are zero."""
     strength = draw.one_of((0.0, 0.05, 1.0, 8.0))
     decay = strength * draw.uniform(shape.HV) * (draw.uniform(shape.HV) > 0.2)
     return {"decay": (decay, torch.float32)}

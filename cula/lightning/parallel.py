@@ -10,7 +10,8 @@ from torch import Tensor
 from cula.core.checks import one_of
 from cula.dist.cost import Schedule
 from cula.dist.cp import cp_call, tp_cp_call
-from cula.dist.tp import tp_call
+from cula.dist.plan import CpOptions
+from cula.dist.tp import TpOptions, tp_call
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs
 
@@ -34,16 +35,9 @@ def cula_lightning_tp(
 ) -> tuple[Any, ...]:
     """`cula_lightning` with its heads shared out over the ranks of a group; arguments as in `cula_kda_tp`, q, k and v by either
     spelling."""
-    given = {
-        "tp_group": tp_group,
-        "tp_size": tp_size,
-        "tp_rank": tp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-        "nvshmem_backend": nvshmem_backend,
-    }
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output, nvshmem_backend)
     x = _inputs("cula_lightning_tp", Q, K, V, decay, q, k, v)
-    return tp_call(FAMILY, x, given | kwargs, "cula_lightning_tp")
+    return tp_call(FAMILY, x, tp, kwargs, "cula_lightning_tp")
 
 
 def cula_lightning_cp(
@@ -70,21 +64,10 @@ def cula_lightning_cp(
 ) -> tuple[Tensor, Tensor | None]:
     """`cula_lightning` over sequences whose tokens lie on several ranks; arguments as in `cula_kda_cp`, q, k and v by either
     spelling."""
-    given = {
-        "sp_group": sp_group,
-        "sp_size": sp_size,
-        "sp_rank": sp_rank,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cp_mode": cp_mode,
-        "cu_seqlens": cu_seqlens,
-        "sp_mode": sp_mode,
-        "broadcast_final_state": broadcast_final_state,
-        "schedule": schedule,
-        "nvshmem_backend": nvshmem_backend,
-    }
-    x = _inputs("cula_lightning_cp", Q, K, V, decay, q, k, v)
-    return cp_call(FAMILY, x, given | kwargs, "cula_lightning_cp")
+    cp = CpOptions(cp_mode, sp_mode, output_final_state, broadcast_final_state, schedule)
+    kwargs["nvshmem_backend"] = nvshmem_backend
+    x = _inputs("cula_lightning_cp", Q, K, V, decay, q, k, v)._replace(initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return cp_call(FAMILY, x, (sp_group, sp_size, sp_rank), cp, kwargs, "cula_lightning_cp")
 
 
 def cula_lightning_tp_cp(
@@ -107,18 +90,9 @@ def cula_lightning_tp_cp(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`cula_lightning_cp` on this rank's heads; see `cula_kda_tp_cp`. q, k and v go by either spelling."""
-    given = {
-        "tp_group": tp_group,
-        "sp_group": sp_group,
-        "tp_size": tp_size,
-        "sp_size": sp_size,
-        "tp_rank": tp_rank,
-        "sp_rank": sp_rank,
-        "input_is_parallel": input_is_parallel,
-        "gather_output": gather_output,
-    }
+    tp = TpOptions(tp_group, tp_size, tp_rank, input_is_parallel, gather_output)
     x = _inputs("cula_lightning_tp_cp", Q, K, V, decay, q, k, v)
-    return tp_cp_call(FAMILY, x, given | kwargs, "cula_lightning_tp_cp")
+    return tp_cp_call(FAMILY, x, tp, (sp_group, sp_size, sp_rank), kwargs, "cula_lightning_tp_cp")
 
 
 def _inputs(who: str, Q: Any, K: Any, V: Any, decay: Any, q: Any, k: Any, v: Any) -> LightningInputs:

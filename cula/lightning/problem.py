@@ -87,8 +87,8 @@ def check_lightning_decode(
     x: LightningDecodeInputs, options: DecodeOptions, dims: Any, who: str
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """Validate the decay; return it as kernels take it, and no further fields of the problem."""
-    if x.decay is None:
-        raise ValueError(f"{who}: mode 'lightning' needs decay=")
+    checks.check_given(who, "lightning", decay=x.decay)
+    assert x.decay is not None
     _check_decay(who, x.decay, dims.HV)
     return {"decay": x.decay.resolve_neg()}, {}
 

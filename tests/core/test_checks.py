@@ -6,7 +6,7 @@ import torch
 
 import cula
 from cula.core.checks import ArgumentTypeError
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY as KDA
 from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda

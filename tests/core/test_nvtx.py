@@ -18,7 +18,7 @@ def some_call(x: int, *, fails: bool = False) -> int:
 
 def test_without_the_setting_a_function_is_itself(monkeypatch):
     monkeypatch.delenv("CULA_NVTX", raising=False)
-    assert nvtx.ranged(some_call) is some_call
+    assert nvtx.nvtx_range(some_call) is some_call
     for function in (cula.cula_kda, cula.cula_gdn, cula.cula_lightning, cula.cula_decode):
         assert inspect.unwrap(function) is function
 
@@ -37,7 +37,7 @@ def seen(monkeypatch):
 
 
 def test_a_call_is_a_range_also_where_it_fails(seen):
-    ranged = nvtx.ranged(some_call)
+    ranged = nvtx.nvtx_range(some_call)
     assert ranged(1) == 2
     with pytest.raises(ValueError, match="as asked"):
         ranged(1, fails=True)
@@ -50,6 +50,6 @@ def test_a_torch_without_nvtx_is_said_once(seen, monkeypatch, caplog):
         raise RuntimeError("NVTX functions not installed")
 
     monkeypatch.setattr(torch.cuda.nvtx, "mark", absent)
-    ranged = nvtx.ranged(some_call)
+    ranged = nvtx.nvtx_range(some_call)
     assert (ranged(1), ranged(2), seen) == (2, 3, [])
     assert caplog.text.count("CULA_NVTX=1 has no effect") == 1

@@ -114,7 +114,7 @@ def chain(load: Load, summarise: float, run: float, blocks: int, machine: Machin
 
 
 def gather(load: Load, summarise: float, run: float, machine: Machine, rank: int) -> Program:
-    size = load.state_bytes + load.map_bytes
+    size = load.state_bytes + load.transition_bytes
     if rank < load.ranks - 1:
         yield Step(summarise)
     yield Step(sends=tuple((to, size) for to in range(rank + 1, load.ranks)), receives=tuple(range(rank)))

@@ -59,7 +59,7 @@ def test_choices():
     assert cheapest(KDA).exchange == "chain"
     assert cheapest(KDA, "ring").exchange == "ring"
     assert cheapest(replace(KDA, ranks=1024)).blocks == 16
-    # two ranks with little to do: making maps is not worth it
+    # two ranks with little to do: making transitions is not worth it
     few_tokens = replace(KDA, ranks=2, tokens=64, with_backward=False)
     assert cheapest(few_tokens).exchange == "ring"
     assert cheapest(few_tokens, "scan").exchange != "ring"

@@ -140,7 +140,7 @@ def two_layers(schedule: Schedule, is_broadcast: bool, rank: int, world: int) ->
 
 
 def count_bytes(schedule: Schedule, rank: int, world: int) -> dict[str, float]:
-    """Only states cross, one in each direction for each boundary; with "gather" maps, to every later rank."""
+    """Only states cross, one in each direction for each boundary; with "gather" transitions, to every later rank."""
     spec = Spec(slices=(20,) * world, B=2)
     state = spec.B * spec.HV * spec.V * spec.K
     a_map = state + spec.B * spec.HV * spec.K**2

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from cula import reference
-from cula.integrations import CALLS
+from cula.integrations import CALLS, changes
 from cula.integrations import sglang as cula_sglang
 from cula.reference import relative_error
 from tests.integrations.serving import HV, SLOTS, H, K, V, log_decay, parameters, pool, rand, tokens, want
@@ -195,7 +195,7 @@ def test_what_stays_tritons(change, reason, caplog):
     given = {"query_start_loc": torch.tensor([0, 3, 6]), "cache_steps": 3, "retrieve_parent_token": None}
     given |= {"ssm_states": pool([0, 1]), "cache_indices": torch.tensor([0, 1])}
     given |= {"intermediate_states_buffer": torch.zeros(2, 3, HV, V, K)} | change
-    cula_sglang._say_once.cache_clear()
+    changes.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="cula"):
         assert kernel("kda").target_verify(**p, q=q, k=k, v=v, a=a, b=b, **given) == "triton"
     assert reason in caplog.text and not CALLS

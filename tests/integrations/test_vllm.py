@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cula.integrations import CALLS
+from cula.integrations import CALLS, changes
 from cula.integrations import vllm as cula_vllm
 from cula.reference import relative_error
 from tests.integrations.serving import HV, SLOTS, K, V, log_decay, parameters, pool, rand, tokens, want
@@ -232,7 +232,7 @@ def test_kda_prefill(engine, lower_bound):
 def test_longer_drafts_stay_vllms(caplog):
     table = torch.zeros(2, 9, dtype=torch.int32)
     asked = []
-    cula_vllm._say_once.cache_clear()
+    changes.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="cula"):
         given = dict.fromkeys(("A_log", "a", "b", "dt_bias", "q", "k", "v"))
         more = {"initial_state": 1, "cu_seqlens": torch.arange(3), "ssm_state_indices": table}

@@ -16,6 +16,7 @@ from cula.core.prefill import prefill
 from cula.core.problem import Problem, describe_tokens, normalise_tokens
 from cula.core.reference import first_state, sequences, stack
 from cula.dist.cp import cp_call
+from cula.dist.plan import CpOptions
 
 
 class FadingInputs(NamedTuple):
@@ -116,8 +117,9 @@ def cula_fading(
     return prefill(FAMILY, x, options, serving, device=device, backend=backend, extra=kwargs)
 
 
-def cula_fading_cp(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, **kwargs: Any):
-    return cp_call(FAMILY, FadingInputs(q, k, v, rate), kwargs, "cula_fading_cp")
+def cula_fading_cp(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, *, sp_group: Any, sp_size: int, sp_rank: int, **kwargs: Any):
+    x, cp = FadingInputs(q, k, v, rate), CpOptions.taken_from(kwargs)
+    return cp_call(FAMILY, x, (sp_group, sp_size, sp_rank), cp, kwargs, "cula_fading_cp")
 
 
 def reference(q, k, v, rate, *, scale=None, initial_state=None, cu_seqlens=None):

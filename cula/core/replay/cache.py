@@ -48,18 +48,18 @@ class ReplayCache:
         done = self._first(self._latest, tensors, static_args)
         if done is not NotImplemented or torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
             return done
-        for again in self._of_any_size.get(static_args, ()):
-            done = again(tensors)
+        for replay in self._of_any_size.get(static_args, ()):
+            done = replay(tensors)
             if done is not NotImplemented:
-                self._remember(static_args, again)
+                self._remember(static_args, replay)
                 return done
         found = self._records.get((signature(tensors), static_args))
         if found is None:
             return NotImplemented
-        again = record.replayer(tensors, found)
-        done = again(tensors)
+        replay = record.replayer(tensors, found)
+        done = replay(tensors)
         if done is not NotImplemented:
-            self._remember(static_args, again)
+            self._remember(static_args, replay)
         return done
 
     def keep(self, tensors: Tensors, static_args: Hashable, make: Callable[[], LaunchRecord | Replayer | None]) -> None:
@@ -74,19 +74,19 @@ class ReplayCache:
             self._records.clear()
             self._of_any_size.clear()
             self._latest = ()
-        again = record.replayer(tensors, made)
+        replay = record.replayer(tensors, made)
         if isinstance(made, LaunchRecord) and made.sizes is not None:
-            self._of_any_size[static_args] = (*self._of_any_size.get(static_args, ()), again)
+            self._of_any_size[static_args] = (*self._of_any_size.get(static_args, ()), replay)
         else:
             self._records[seen, static_args] = made
-        self._remember(static_args, again)
+        self._remember(static_args, replay)
 
     def forget(self) -> None:
         """Start over."""
         self._records, self._of_any_size, self._latest, self._first = {}, {}, (), None
 
-    def _remember(self, static_args: Hashable, again: Replayer) -> None:
-        self._latest = ((static_args, again), *self._latest[: LATEST - 1])
+    def _remember(self, static_args: Hashable, replay: Replayer) -> None:
+        self._latest = ((static_args, replay), *self._latest[: LATEST - 1])
         self._first = record.finder()
 
 

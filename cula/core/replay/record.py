@@ -2,9 +2,9 @@
 """A repeated call in C, where Python would take microseconds for each step: `native.c`.
 
     record = LaunchRecord(device, (launcher(addresses, plain, frame), ...), outputs)    # once, by a backend
-    again = replayer(tensors, record)                                                   # once
+    replay = replayer(tensors, record)                                                  # once
     ...
-    done = again(others)    # each time: outputs; NotImplemented where the others are not like the tensors, None where an address
+    done = replay(others)   # each time: outputs; NotImplemented where the others are not like the tensors, None where an address
                             # will not do or a launch failed
 
 The C code comes with a wheel. In a clone it is compiled at the first record, by the function with which Triton compiles its own
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula.core.aloud import said_if_long
 from cula.core.replay.torch_internals import Form, current_device, current_stream, empty
+from cula.core.slow import warn_if_slow
 
 logger = logging.getLogger("cula")
 
@@ -106,7 +106,7 @@ def _compiled() -> Any:
     try:
         from triton.runtime.build import compile_module_from_src
 
-        with said_if_long("compiling native.c, which repeats calls: some seconds, once; kept in Triton's cache"):
+        with warn_if_slow("compiling native.c, which repeats calls: some seconds, once; kept in Triton's cache"):
             return compile_module_from_src(Path(__file__).with_name("native.c").read_text(), "cula_native")
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as reason:
         level = logging.WARNING if torch.cuda.is_available() else logging.INFO  # without a GPU there are no launches to repeat
@@ -145,8 +145,8 @@ def replayer(tensors: Tensors, record: LaunchRecord | Replayer) -> Replayer:
     tensors that are not like them."""
     native = _compiled()
     if not isinstance(record, LaunchRecord):
-        is_same, again = guard(tensors), record
-        return lambda others: NotImplemented if is_same(others) is None else again(others)
+        is_same, replay = guard(tensors), record
+        return lambda others: NotImplemented if is_same(others) is None else replay(others)
     if record.sizes is not None:  # lengths come again, and to find them takes a tenth of the time
         record = record._replace(sizes=record.sizes._replace(resize=functools.lru_cache(NUM_SIZES)(record.sizes.resize)))
     device, launches, outputs, workspace, is_ready, sizes = record
@@ -176,17 +176,17 @@ def finder() -> Callable[[tuple[tuple[Any, Replayer], ...], Tensors, Any], Any]:
     return _first if native is None else native.first
 
 
-def _elsewhere(device: int, again: Replayer, tensors: Tensors) -> Any:
+def _elsewhere(device: int, replay: Replayer, tensors: Tensors) -> Any:
     with torch.cuda.device(device):
-        return again(tensors)
+        return replay(tensors)
 
 
 # Without native.c
 
 
 def _first(known: tuple[tuple[Any, Replayer], ...], tensors: Tensors, static_args: Any) -> Any:
-    for of, again in known:
-        if of == static_args and (done := again(tensors)) is not NotImplemented:
+    for of, replay in known:
+        if of == static_args and (done := replay(tensors)) is not NotImplemented:
             return done
     return NotImplemented
 
@@ -207,7 +207,7 @@ def signature(tensors: Tensors) -> tuple[Any, ...] | None:
 
 
 def forms(tensors: Tensors) -> tuple[Any, ...] | None:
-    """The same, whether there is a gradient to make or not."""
+    """The form of each tensor, whether there is a gradient to make or not; None where one has no memory of its own."""
     try:
         return tuple([t if t is None else _form(t) for t in tensors])
     except (AttributeError, TypeError, RuntimeError):  # no tensor, or one of functorch's or of a fake mode

@@ -6,16 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from cula.core.constants import CHUNK
+from cula.core.replay.record import Resized
 
 # Sizes of a batch are B and T, those of packed sequences T and N.
 FIRST, SECOND = 1, 2
 
 CAPACITY = 1 << 16  # schedules
+NUM_LENGTHS = 3  # of the arguments that follow from sizes, those that are no schedule: T, N, length
 
 ProblemT = TypeVar("ProblemT")
+# The arguments of a launch that follow from sizes, lengths first, and the workspace.
+Scheduled = tuple[tuple[int, ...], Callable[[int], Tensor] | None]
 
 
 def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool) -> tuple[tuple[int, ...] | None, ...]:
@@ -43,6 +48,31 @@ def resized(problem: ProblemT, B: int, T: int, N: int) -> ProblemT:
     other = object.__new__(type(problem))
     other.__dict__.update(problem.__dict__, B=B, T=T, N=N)
     return other
+
+
+def prefill_resize(
+    p: Any, schedule_of: Callable[[int, int, int], Scheduled | None], place_of_out: int | None, has_ht: bool
+) -> Callable[[int, int], Resized | None]:
+    """`Sizes.resize` of a prefill that makes o, or is given `out`, and makes a final state, or does not.
+
+    Args:
+        p: the problem that was recorded.
+        schedule_of: of B, T and N; None where other kernels serve such a call. It is asked once for each number of chunks.
+    """
+    is_packed, dtype, HV, K, V = p.is_packed, p.dtype, p.HV, p.K, p.V
+    scheduled = by_chunks(schedule_of)
+
+    def resize(first: int, second: int) -> Resized | None:
+        B, T, N = (1, first, second) if is_packed else (first, second, first)
+        found = scheduled(B, T, N) if T and N else None
+        if found is None:
+            return None
+        numbers, work = found
+        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), dtype) if place_of_out is None else place_of_out
+        ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if has_ht else None
+        return Resized((B * T, N, 0 if is_packed else T, *numbers[NUM_LENGTHS:]), (o, ht), work)
+
+    return resize
 
 
 def by_chunks(function: Callable[[int, int, int], Any]) -> Callable[[int, int, int], Any]:

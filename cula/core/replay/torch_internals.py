@@ -47,5 +47,5 @@ modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda
 
 
 def form_of(t: Tensor) -> Form:
-    """What `empty` makes another from."""
+    """The shape, strides and dtype of a tensor, from which `empty` makes another like it."""
     return tuple(t.shape), t.stride(), t.dtype

@@ -25,7 +25,7 @@ MAX_BYTES = 16 << 20
 
 
 class _Kept(threading.local):
-    """Of one device, as each thread sees it."""
+    """The workspaces that are kept on one device. Each thread has its own."""
 
     def __init__(self) -> None:
         self.by_stream: dict[int, tuple[int, Tensor | None]] = {}  # bytes and where

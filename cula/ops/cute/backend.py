@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-tuned kernels: a backend for each architecture of `archs.py`, and what none of their kernels takes.
 
-What the kernels of a family take is said beside their host code, `why_not` of `kda.py` and `lightning.py`.
+What the kernels of a family take is said beside their host code: `why_not` of `kda.py`, `gdn.py` and `lightning.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 
 import torch
 
-from cula.core.checks import word
+from cula.core.checks import dtype_name
 from cula.core.dispatch import AnyProblem, Backend
 from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
@@ -30,7 +30,7 @@ def why_not(arch: Arch, op: str, problem: AnyProblem) -> str | None:
         where = f"the tensors are on {problem.device}" if problem.sm is None else f"this GPU has {problem.sm[0]}.{problem.sm[1]}"
         return f"needs compute capability {' or '.join(f'{major}.{minor}' for major, minor in arch.targets)}, and {where}"
     if problem.dtype != torch.bfloat16:
-        return f"takes bfloat16, and this call has {word(problem.dtype)}"
+        return f"takes bfloat16, and this call has {dtype_name(problem.dtype)}"
     if not problem.T or not problem.N:
         return "takes at least one token"
     return None
@@ -82,7 +82,7 @@ def _uncompiled(target: str, op: str, problem: AnyProblem) -> str | None:
 
 
 def _num_sms(problem: AnyProblem) -> int | None:
-    """Of the GPU at hand, where it is one that the problem is for."""
+    """SMs of the GPU at hand; None where it is not one that the problem is for."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
     if gpu is None or torch.cuda.get_device_capability(gpu) != problem.sm:
         return None

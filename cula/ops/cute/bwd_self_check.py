@@ -100,7 +100,7 @@ def beside_biases(got: dict[str, Tensor | None], want: dict[str, Tensor | None])
 
 
 def gradients_of_outputs(p: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Those of o and of the last states."""
+    """Random gradients of o and of the last states."""
     random = torch.Generator().manual_seed(1)
     do = torch.randn(p.B, p.T, p.HV, p.V, generator=random)
     return do.to(device, p.dtype), (0.3 * torch.randn(p.N, p.HV, p.V, p.K, generator=random)).to(device)

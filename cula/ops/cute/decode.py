@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.core.problem import DecodeProblem
+from cula.core.checks import dtype_name
+from cula.core.problem import DecodeProblem, beta_top
 from cula.core.replay.record import LaunchRecord
 from cula.core.replay.torch_internals import form_of
 from cula.ops.cute.abi import Abi
@@ -74,7 +75,7 @@ def why_not(op: str, problem: Any) -> str | None:
         return "takes pools [P, HV, V, K], and this one is [P, HV, K, V]"
     for name, dtype in (("g", p.g_dtype), ("beta", p.beta_dtype)):
         if dtype not in (None, torch.bfloat16, torch.float32):
-            return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
+            return f"takes {name} in bfloat16 or float32, and this call has {dtype_name(dtype)}"
     if not p.has_aligned_slots:
         return "reads 16 bytes at a time, and slots of the pool do not begin at multiples of that"
     if p.N >= 2**16 or p.HV >= 2**16:
@@ -115,7 +116,7 @@ def decode(problem: DecodeProblem, x: Any) -> Tensor:
 
 def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
     """Launch the kernel of that name; returns o."""
-    o = _output(problem, x)
+    o = _output(x)
     tensors = _named(problem, x, o)
     for key in _unreadable(problem, tensors):
         tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
@@ -131,7 +132,7 @@ def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
 def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | None:
     """A record for calls like this one, or None where some tensors would have to be copied; x are the tensors as normalised,
     `given` as they came, which are at the same addresses. It makes o and names the pool."""
-    o = _output(problem, x)
+    o = _output(x)
     tensors = _named(problem, x, o)
     if _unreadable(problem, tensors):
         return None
@@ -142,7 +143,7 @@ def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | 
     return LaunchRecord(o.device.index, (launch,), outputs)
 
 
-def _output(p: DecodeProblem, x: Any) -> Tensor:
+def _output(x: Any) -> Tensor:
     return torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device) if x.out is None else x.out
 
 
@@ -187,17 +188,13 @@ def _numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int | float | bool
     numbers["slot_stride"], numbers["index_stride"] = _strides(tensors["state"])[0], _strides(tensors["state_indices"])[0]
     numbers["A_head"], numbers["decay_head"] = _strides(tensors["A_log"])[0], _strides(tensors["decay"])[0]
     numbers["bias_head"], numbers["bias_channel"] = _strides(tensors["dt_bias"])[:2]
-    options = p.options
-    beta_top = 0.0
-    if options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if options.allow_neg_eigval else 1.0
-    numbers |= {"scale": p.scale, "lower_bound": options.lower_bound or 0.0, "beta_top": beta_top}
+    numbers |= {"scale": p.scale, "lower_bound": p.options.lower_bound or 0.0, "beta_top": beta_top(p.options)}
     numbers |= {"N": p.N, "HV": p.HV, "group": p.HV // p.H, "tokens": p.T, "slots": p.P, "flags": _flags(p, tensors)}
     return numbers | (_draft_numbers(p, tensors) if goes_by_steps(p) else {})
 
 
 def _draft_numbers(p: DecodeProblem, tensors: Tensors) -> dict[str, int]:
-    """Those that `STEPS` has besides: strides."""
+    """The strides that `STEPS` has besides, by name."""
     numbers = dict(zip(("kept_row", "kept_token", "kept_head"), _strides(tensors["intermediate_states"])))
     numbers["token_slot_stride"] = _strides(tensors["state_indices"])[1] if p.has_token_indices else 0
     for key, name in (
@@ -231,7 +228,7 @@ def _flags(p: DecodeProblem, tensors: Tensors) -> int:
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:
-    """At least three, 0 where there is none."""
+    """The strides of a tensor, at least three: 0 stands for those that it does not have."""
     return (*(() if t is None else t.stride()), 0, 0, 0)
 
 

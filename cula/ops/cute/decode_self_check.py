@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.ops.cute import decode

@@ -19,8 +19,9 @@ from torch import Tensor
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
+from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import by_chunks, prefill_labels, resized
+from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
 from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
@@ -64,7 +65,6 @@ __all__ = [
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
-NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 TOKENS = ("q", "k", "v", "g", "beta")
 
 gdn_transition, gdn_state_grad = by_kda(kda.kda_transition), by_kda(kda.kda_state_grad)
@@ -220,32 +220,19 @@ def _resize(
     p: GdnProblem, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where another kernel serves those."""
-    num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
+    num_sms, HV, has_workspace = sms_of(device), p.HV, bool(schedule.workspace_bytes(p.N * p.HV))
 
-    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
+    def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made is None:
+        if made is None or made.kernel != schedule.kernel:
             return None
-        size = made.workspace_bytes(other.N * HV)
-        if made.kernel != schedule.kernel or bool(size) != bool(schedule.workspace_bytes(p.N * HV)):
+        size = made.workspace_bytes(N * HV)
+        if bool(size) != has_workspace:
             return None
-        work = workspace(device.index, size) if size else None
-        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], work
+        return tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None
 
-    scheduled = by_chunks(schedule_of)
-
-    def resize(first: int, second: int) -> Resized | None:
-        B, T, N = (1, first, second) if is_packed else (first, second, first)
-        found = scheduled(B, T, N) if T and N else None
-        if found is None:
-            return None
-        numbers, work = found
-        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), torch.bfloat16) if place_of_out is None else place_of_out
-        ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if has_ht else None
-        return Resized((B * T, N, 0 if is_packed else T, *numbers), (o, ht), work)
-
-    return resize
+    return prefill_resize(p, schedule_of, place_of_out, has_ht)
 
 
 @functools.cache
@@ -271,10 +258,7 @@ def _numbers(
     for name, states in (("h0", h0), ("ht", ht)):
         numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
         numbers[f"{name}_kind"] = 0 if states is None else KINDS[states.dtype]
-    beta_top = 0.0
-    if p.options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
-    numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top, "is_indexed": is_indexed}
+    numbers |= {"H": p.H, "HV": p.HV, "scale": p.scale, "beta_top": beta_top(p.options), "is_indexed": is_indexed}
     numbers |= {"first_slot": first_slot, "num_slots": h0.shape[0] if is_indexed and h0 is not None else 0}
     numbers |= {"g_bits": BITS[x.g.dtype], "beta_bits": BITS[x.beta.dtype], "has_gate": p.gate == "softplus"}
     return numbers | _sizes(p, schedule)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import prefill_labels, resized
 from cula.core.replay.workspace import workspace
@@ -129,16 +130,13 @@ def _numbers(p: GdnProblem, x: GdnInputs, do: Tensor, dht: Tensor | None, made_f
     numbers: dict[str, int | float] = {}
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
         numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
-    beta_top = 0.0
-    if p.options.use_beta_sigmoid_in_kernel:
-        beta_top = 2.0 if p.options.allow_neg_eigval else 1.0
     has_A, has_bias, has_h0 = parameters_there(x)
     numbers |= {
         "beta_token": x.beta.stride(1),
         "H": p.H,
         "HV": p.HV,
         "scale": p.scale,
-        "beta_top": beta_top,
+        "beta_top": beta_top(p.options),
         "beta_bits": 8 * x.beta.element_size(),
         "has_h0": int(has_h0),
         "has_dht": int(dht is not None),

@@ -19,7 +19,7 @@ from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import by_chunks, prefill_labels, resized
+from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
 from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 HEAD_DIMS = (64, 128)
-NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, num_seqs, length
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -137,38 +136,24 @@ def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Poo
     place_of_out = None if out is None else of["out"]
     outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
     labels = prefill_labels(x, serving, ("q", "k", "v"), p.is_packed)
-    sizes = Sizes(labels, _resize(p, x.v.dtype, device, schedule, place_of_out, ht is not None))
+    sizes = Sizes(labels, _resize(p, device, schedule, place_of_out, ht is not None))
     return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
 
 
 def _resize(
-    p: LightningProblem, dtype: torch.dtype, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
+    p: LightningProblem, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    num_sms, is_packed, HV, K, V = sms_of(device), p.is_packed, p.HV, p.K, p.V
-    of_ht = (HV * V * K, V * K, K, 1)
+    num_sms = sms_of(device)
 
-    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
-        """The schedule's arguments and the workspace; None where other kernels serve such a call."""
+    def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = choose_schedule(other, num_sms)
         if made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
             return None
-        return tuple(_sizes(other, made).values())[NUM_LENGTHS:], _seeds(other, device, made)
+        return tuple(_sizes(other, made).values()), _seeds(other, device, made)
 
-    scheduled = by_chunks(schedule_of)
-
-    def resize(first: int, second: int) -> Resized | None:
-        B, T, N = (1, first, second) if is_packed else (first, second, first)
-        found = scheduled(B, T, N) if T and N else None
-        if found is None:
-            return None
-        numbers, seeds = found
-        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), dtype) if place_of_out is None else place_of_out
-        ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
-        return Resized((B * T, N, 0 if is_packed else T, *numbers), (o, ht), seeds)
-
-    return resize
+    return prefill_resize(p, schedule_of, place_of_out, has_ht)
 
 
 def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int], Tensor] | None:

@@ -27,7 +27,7 @@ from cula.ops.cute.toolchain.loader import load
 
 
 class Gradients(NamedTuple):
-    """Of every input but `cu_seqlens`."""
+    """Gradients of every input but `cu_seqlens`."""
 
     dq: Tensor
     dk: Tensor
@@ -104,7 +104,7 @@ def _outputs(p: LightningProblem, x: LightningInputs) -> Gradients:
 
 
 def _seeds_shape(p: LightningProblem, schedule: Schedule) -> tuple[int, ...]:
-    """Of what segments leave to each other, of S and of its gradient."""
+    """The shape of what segments leave to each other: states S, and gradients of states."""
     return BACKWARD.states * schedule.num_ids, p.HV, p.V, p.K
 
 
@@ -116,7 +116,7 @@ def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Cal
 
 
 def names(schedule: Schedule) -> tuple[str, ...]:
-    """Of the kernels that a schedule launches."""
+    """The names of the kernels that a schedule launches."""
     recurrence = f"bwd_lightning_{schedule.kernel}"
     return (f"bwd_lightning_ends_{schedule.kernel}", recurrence) if schedule.segment else (recurrence,)
 

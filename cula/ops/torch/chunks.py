@@ -84,7 +84,7 @@ class ChunkPlan:
         return states[self.order].to(dtype)
 
     def by_sequence(self, states: Tensor) -> Tensor:
-        """The way back."""
+        """States in scan order, as states of sequences [N, ...]."""
         out = torch.empty_like(states)
         out[self.order] = states
         return out

@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
         return Tokens._make([None if x is None else x.reshape(-1, 1, x.shape[-1]) for x in self])
 
     def split(self, heads: int) -> Sequence[Tokens]:
-        """So many heads each."""
+        """The same in parts of so many heads each."""
         if len(self.q) == heads:
             return (self,)
         return [Tokens._make(some) for some in zip(*[repeat(None) if x is None else x.split(heads) for x in self])]

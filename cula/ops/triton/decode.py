@@ -101,7 +101,7 @@ def _kernel(
     gate: tuple[str, bool, bool],
     options: DecodeOptions,
 ) -> Variant:
-    """Of nothing but what the kernel is compiled for: not of N."""
+    """The kernel, by all that it is compiled for, and by nothing else: one serves any number of rows."""
     T, H, HV, K, V = dims
     # Programmatic dependent launch: blocks may come to the multiprocessors while the kernel in front, whichever it is, still runs
     # there, and wait for its end before they read anything.

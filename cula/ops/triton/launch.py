@@ -47,10 +47,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from cula.core.aloud import said_if_long
 from cula.core.replay import record
 from cula.core.replay.record import Address, Frame, Launcher
 from cula.core.replay.torch_internals import current_device, current_stream
+from cula.core.slow import warn_if_slow
 
 from .memory import current
 
@@ -165,7 +165,7 @@ class Variant:
         launch = self._known.get(key)
         if launch is None:
             self._check_floats(rest)
-            with said_if_long(f"compiling the Triton kernel {kernel.name}: some seconds, once for each GPU; {KEPT}"):
+            with warn_if_slow(f"compiling the Triton kernel {kernel.name}: some seconds, once for each GPU; {KEPT}"):
                 self._known[key] = self._direct(self._by_triton(grid, arguments), strides, rest)
         elif not launch(current_stream(device), grid, addresses, strides, rest):
             self._by_triton(grid, arguments)

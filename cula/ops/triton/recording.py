@@ -99,7 +99,7 @@ class _Places:
         self._known.append((first, last, Address(of, offset=offset)))
 
     def find(self, t: Tensor | None) -> Address | None:
-        """Of the tensor that this one is, or is a part of."""
+        """The address of a tensor, as a place in the one that it is, or is a part of."""
         if t is None or not t.numel():
             return None
         at = t.data_ptr()

@@ -8,6 +8,7 @@ import pytest
 
 from cula.ops.cute.toolchain import build
 from cula.ops.cute.toolchain.variants import MODULES
+from tests.support.cute import needs_dsl
 from tests.support.variants import BLACKWELL_DECODE, BLACKWELL_KDA, HOPPER_KDA_BWD, MORE_BLACKWELL_KDA
 from tools.ptx import compile_all, compiled
 from tools.ptx.simulate import text_folder
@@ -33,8 +34,6 @@ CASES = [
 ]
 CASES += [pytest.param("sm_90a", MANY, (i, PARTS), id=f"sm_90a-many-{i}", marks=pytest.mark.slow) for i in range(PARTS)]
 CASES += [pytest.param(arch, modules, (0, 1), id=f"{arch}-test-kernels") for arch, modules in TEST_KERNELS.items()]
-
-needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
 def complaints(facts: build.Facts) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 
 import cula
 from cula import reference
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.dispatch import choose
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
@@ -23,9 +23,10 @@ from cula.kda.problem import KdaDecodeInputs
 from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
 from cula.ops.cute.decode_abi import DECODE
-from cula.ops.cute.toolchain import build, loader, self_check, variants
+from cula.ops.cute.toolchain import loader, self_check, variants
 from cula.reference import relative_error
 from tests.support.abi import swapped
+from tests.support.cute import needs_dsl, skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tests.support.variants import BLACKWELL_DECODE, DECODE_STEPS, HOPPER_DECODE
 from tools import ptx
@@ -245,8 +246,7 @@ def check(case: Case, device: str, sm: tuple[int, int] = HOPPER_SM) -> None:
 @pytest.fixture
 def interpreted(monkeypatch):
     """`decode.run` on CPU tensors, its kernels in the interpreter: in an order of warps, and broken by a function, if given."""
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
+    skip_without_dsl()
     return ptx.interpret(monkeypatch, decode)
 
 
@@ -338,14 +338,14 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, name):
 # Variants and launches
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 def test_cases_take_every_variant():
     taken = {kernel_of(case, make(case, "cpu")[0]) for case in CASES}
     assert taken == set(HOPPER_DECODE)
     assert {v.name for v in variants.collect(["cula.ops.cute.sm90.decode"])} == {*HOPPER_DECODE, *DECODE_STEPS}
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 def test_blackwells_kernels_are_hoppers():
     """They use nothing that only Hopper has, and cases that take every variant of the one take every variant of the other."""
     assert {v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])} == {
@@ -356,7 +356,7 @@ def test_blackwells_kernels_are_hoppers():
         assert (facts.name, facts.instructions, facts.smem_bytes) == (hopper.name, hopper.instructions, hopper.smem_bytes)
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.slow
 def test_one_code_serves_both_blackwells():
     names = [v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])]
@@ -367,7 +367,7 @@ def test_one_code_serves_both_blackwells():
         assert one.replace(".target sm_100a", ".target sm_103a") == other, name
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.parametrize("names", [("q", "k"), ("g", "beta"), ("scale", "lower_bound"), ("q_row", "k_row"), ("N", "HV")], ids=str)
 def test_swapped_arguments_are_noticed_before_any_launch(names):
     from cula.ops.cute.common.arguments import fake_arguments

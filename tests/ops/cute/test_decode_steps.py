@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cula.core import dispatch
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.kda.problem import KdaDecodeInputs
@@ -21,9 +21,10 @@ from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
 from cula.ops.cute.archs import find_arch
 from cula.ops.cute.decode_abi import STEPS
-from cula.ops.cute.toolchain import build, loader
+from cula.ops.cute.toolchain import loader
 from cula.reference import kda, lightning, relative_error
 from tests.support.abi import swapped
+from tests.support.cute import needs_dsl, skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tests.support.variants import DECODE_STEPS
 from tools import ptx
@@ -199,8 +200,7 @@ def check(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
+    skip_without_dsl()
     return ptx.interpret(monkeypatch, decode)
 
 
@@ -233,7 +233,7 @@ def test_cases_take_every_variant():
     assert taken == set(DECODE_STEPS)
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.parametrize("names", [("num_accepted_tokens", "intermediate_states"), ("kept_row", "kept_token")], ids=str)
 def test_swapped_arguments_are_noticed_before_any_launch(names):
     from cula.ops.cute.common.arguments import fake_arguments

@@ -20,8 +20,9 @@ from cula.core.replay import record
 from cula.gdn.problem import GdnInputs, GdnOptions, GdnProblem, check_gdn
 from cula.ops.cute import gdn
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule
-from cula.ops.cute.toolchain import build, loader
+from cula.ops.cute.toolchain import loader
 from cula.reference import relative_error
+from tests.support.cute import skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import without_wait
@@ -125,8 +126,7 @@ def check(case: Case, device: str = "cpu") -> None:
 @pytest.fixture
 def interpreted(monkeypatch):
     """`gdn.run` on CPU tensors, its kernels in the interpreter; for the function returned see `ptx.interpret`."""
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
+    skip_without_dsl()
     full = torch.empty
 
     def empty(*shape, **kwargs):

@@ -20,10 +20,11 @@ from cula.kda.problem import KdaGrads
 from cula.ops.cute import gdn_bwd
 from cula.ops.cute.gdn_bwd_abi import BACKWARD
 from cula.ops.cute.kda_bwd_schedule import schedule, split_into
-from cula.ops.cute.toolchain import build, loader
+from cula.ops.cute.toolchain import loader
 from cula.reference import relative_error
 from tests.ops.cute.test_gdn import Case, make
 from tests.ops.cute.test_kda_bwd import FRESH, of_kernel
+from tests.support.cute import poison_new_memory, skip_without_dsl
 from tests.support.replay import replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
@@ -101,15 +102,8 @@ def is_right(case: Case, size: float, device: str = "cpu", per_segment: int | No
 @pytest.fixture
 def interpreted(monkeypatch):
     """`gdn_bwd.gdn_bwd` on CPU tensors, its kernels in the interpreter; for the function returned see `ptx.interpret`."""
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
-    empty = torch.empty
-
-    def nothing(*shape, **kwargs):
-        made = empty(*shape, **kwargs)
-        return made.fill_(0xFF if made.dtype == torch.uint8 else torch.nan)
-
-    monkeypatch.setattr(torch, "empty", nothing)
+    skip_without_dsl()
+    poison_new_memory(monkeypatch)
     monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
     return ptx.interpret(monkeypatch, gdn_bwd)
 

@@ -23,6 +23,7 @@ from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
 from tests.support.abi import swapped
 from tests.support.calls import TOLERANCE, LightningCall
+from tests.support.cute import needs_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import WGMMA_WAIT, without, without_wait
@@ -251,7 +252,7 @@ def test_which_pools_are_updated_in_place():
         assert found is None if reason is None else found.startswith(reason)
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.parametrize("names", [("q", "k"), ("h0", "ht"), ("H", "HV"), ("has_h0", "has_ht"), ("segment", "length")], ids=str)
 def test_swapped_arguments_are_noticed_before_any_launch(names):
     from cula.ops.cute.common.arguments import fake_arguments

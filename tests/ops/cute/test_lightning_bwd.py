@@ -20,11 +20,12 @@ from cula.lightning.problem import LightningInputs, LightningOptions
 from cula.ops.cute import bwd_self_check, lightning, lightning_bwd
 from cula.ops.cute.lightning_bwd_abi import LIGHTNING_BWD
 from cula.ops.cute.lightning_schedule import BACKWARD, choose_schedule, make_schedule
-from cula.ops.cute.toolchain import build, loader, self_check
+from cula.ops.cute.toolchain import loader, self_check
 from cula.reference import relative_error
 from tests.ops.cute.test_lightning import HOPPER, NUM_SMS, check_lightning
 from tests.support.abi import swapped
 from tests.support.calls import LightningCall
+from tests.support.cute import needs_dsl, poison_new_memory, skip_without_dsl
 from tests.support.orders import in_each_order
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
@@ -101,15 +102,8 @@ def is_right(kernel, call, per_seq, has_dht, device="cpu"):
 @pytest.fixture
 def interpreted(monkeypatch):
     """`lightning_bwd.run` on CPU tensors, its kernels in the interpreter; for the function returned see `ptx.interpret`."""
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
-    empty = torch.empty
-
-    def nothing(*shape, **kwargs):
-        made = empty(*shape, **kwargs)
-        return made.fill_(torch.nan) if made.dtype.is_floating_point else made
-
-    monkeypatch.setattr(torch, "empty", nothing)
+    skip_without_dsl()
+    poison_new_memory(monkeypatch)
     return ptx.interpret(monkeypatch, lightning_bwd)
 
 
@@ -253,7 +247,7 @@ def test_the_kernels_of_a_call_are_named(T, H, names):
     assert list(lightning.kernels("lightning_bwd", dataclasses.replace(TRAINING, T=T, H=H, HV=H), NUM_SMS)) == names
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.parametrize("names", [("q", "do"), ("dht", "dh0"), ("has_h0", "has_dht"), ("segment", "length")], ids=str)
 def test_swapped_arguments_are_noticed_before_any_launch(names):
     from cula.ops.cute.common.arguments import fake_arguments

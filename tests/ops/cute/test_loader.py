@@ -14,11 +14,10 @@ import torch
 from cula import settings
 from cula.compile import compile_all, copy_runtime
 from cula.ops.cute.toolchain import build, loader, variants
+from tests.support.cute import needs_dsl, skip_without_dsl
 from tests.support.once import once_a_run
 
 ARCH, MODULES = "sm_90a", ("tests.support.kernels.hopper",)
-
-needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +36,7 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A folder as `python -m cula.compile` makes it."""
-    if build.missing() is not None:
-        pytest.skip(str(build.missing()))
+    skip_without_dsl()
 
     def compile_one() -> str:
         made = tmp_path_factory.mktemp("kernels")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from cula import reference
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY
 from cula.kda.problem import KdaDecodeInputs, KdaInputs, KdaOptions, check_kda

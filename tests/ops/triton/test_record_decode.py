@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from cula.core.decode import describe_decode
+from cula.core.decode_checks import describe_decode
 from cula.core.family import FAMILIES
 from cula.core.problem import DecodeOptions
 from cula.core.replay.record import launcher

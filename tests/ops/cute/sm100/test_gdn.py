@@ -6,7 +6,6 @@ and what is wanted of them, are those of Hopper's kernel. Outputs start as NaN, 
 """
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -22,15 +21,15 @@ from cula.reference import relative_error
 from tests.ops.cute import test_gdn as hopper
 from tests.ops.cute.test_compile import accesses_before_waiting, complaints
 from tests.ops.cute.test_gdn import STATE_TOLERANCE, Case, D
+from tests.support.cute import COMMIT, TMEM_LOAD_WAIT, TMEM_STORE_WAIT, count_waits, needs_dsl, removals, without_the_wait
 from tests.support.variants import BLACKWELL_GDN
 from tools import ptx
-from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without, without_wait
+from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without
 
 SM, ARCH, NUM_SMS = (10, 0), "sm_100a", 148
 TOLERANCE = {True: 2e-3, False: 8e-3}  # of o, by whether keys are normalised in the kernel; rounding it alone is 1.7e-3
 slow = pytest.mark.slow
 pytestmark = pytest.mark.skipif(build.missing() is not None and not torch.cuda.is_available(), reason=str(build.missing()))
-needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
 def make(case: Case, device="cpu"):
@@ -208,7 +207,6 @@ def is_right(use, edit, orders) -> bool:
     return True
 
 
-TMEM_LOAD_WAIT, TMEM_STORE_WAIT, COMMIT = (rf"tcgen05\.{what}[^;]*;" for what in ("wait::ld", "wait::st", "commit"))
 # How many of each there are, and those that nothing here notices when they are gone:
 # - mbarriers: that the output's vectors are in place, which a product that it waits for has waited for;
 # - stores to tensor memory: that of r b E, behind which comes that of E;
@@ -222,24 +220,16 @@ WAITS = {
     BLOCK_BARRIER: (2, ()),
     BULK_STORE_WAIT: (2, (1,)),
 }
-QUICK_WAITS = {(MBARRIER_WAIT, 6)}
-BROKEN = [
-    pytest.param(what, place, marks=[] if (what, place) in QUICK_WAITS else [slow])
-    for what, (count, kept) in WAITS.items()
-    for place in range(count)
-    if place not in kept
-]
 
 
 def test_waits_are_all_counted(use):
     text = ptx.compiled("gdn_f16_whole", ARCH).ptx
-    assert {what: len(re.findall(what, text)) for what in WAITS} == {what: count for what, (count, _) in WAITS.items()}
+    assert count_waits(text, WAITS) == {what: count for what, (count, _) in WAITS.items()}
 
 
-@pytest.mark.parametrize(("what", "place"), BROKEN)
+@pytest.mark.parametrize(("what", "place"), removals(WAITS, quick={(MBARRIER_WAIT, 6)}))
 def test_every_wait_is_needed(use, what, place):
-    edit = without_wait(place) if what == MBARRIER_WAIT else without(what, place)
-    assert not is_right(use, edit, ptx.ORDERS)
+    assert not is_right(use, without_the_wait(what, place), ptx.ORDERS)
 
 
 @slow

@@ -5,8 +5,6 @@ On a Blackwell GPU the same bodies run there (`pytest tests/ops/cute/sm100`); el
 start as NaN, so that what is not written is noticed.
 """
 
-import re
-
 import pytest
 import torch
 
@@ -20,9 +18,10 @@ from cula.reference import relative_error
 from tests.ops.cute import test_lightning as hopper
 from tests.ops.cute.test_compile import accesses_before_waiting, complaints
 from tests.support.calls import LightningCall
+from tests.support.cute import COMMIT, TMEM_LOAD_WAIT, TMEM_STORE_WAIT, count_waits, needs_dsl, removals, without_the_wait
 from tests.support.variants import BLACKWELL_LIGHTNING
 from tools import ptx
-from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without, without_wait
+from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without
 
 SM, ARCH = (10, 0), "sm_100a"
 # Rounding o alone is 1.7e-3, P and S in bf16 are the rest; only k, weighed, is rounded on its way into the state.
@@ -77,7 +76,7 @@ def of(D: int, **call) -> LightningCall:
 # What is compiled
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 def test_kernels_compile_and_fit():
     """No spills, shared and tensor memory, the instructions that they declare."""
     found = ptx.compile_all(ARCH, names=BLACKWELL_LIGHTNING)
@@ -85,14 +84,14 @@ def test_kernels_compile_and_fit():
     assert {facts.tmem_columns for facts in found} == {512}
 
 
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 @pytest.mark.parametrize("name", BLACKWELL_LIGHTNING)
 def test_kernels_wait_before_they_touch_memory(name):
     assert accesses_before_waiting(ptx.compiled(name, ARCH).ptx) == []
 
 
 @slow
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@needs_dsl
 def test_one_code_serves_both_blackwells():
     one, other = (ptx.compiled("lightning_d128", arch).ptx for arch in (ARCH, "sm_103a"))
     assert one.replace(".target sm_100a", ".target sm_103a") == other
@@ -201,7 +200,6 @@ def is_right(use, edit, orders, per_seq: int = 1) -> bool:
     return True
 
 
-TMEM_LOAD_WAIT, TMEM_STORE_WAIT, COMMIT = (rf"tcgen05\.{what}[^;]*;" for what in ("wait::ld", "wait::st", "commit"))
 # How many of each there are in the recurrence, and those that nothing here notices when they are gone:
 # - mbarriers: that P may be written over (products of one thread run in order here), and that k has come (P is made of it);
 # - bulk stores: that at the end, behind one a chunk.
@@ -214,24 +212,16 @@ WAITS = {
     BLOCK_BARRIER: (2, ()),
     BULK_STORE_WAIT: (2, (1,)),
 }
-QUICK_WAITS = {(MBARRIER_WAIT, 9)}
-BROKEN = [
-    pytest.param(what, place, marks=[] if (what, place) in QUICK_WAITS else [slow])
-    for what, (count, kept) in WAITS.items()
-    for place in range(count)
-    if place not in kept
-]
 
 
 def test_waits_are_all_counted(use):
     text = ptx.compiled("lightning_d128", ARCH).ptx
-    assert {what: len(re.findall(what, text)) for what in WAITS} == {what: count for what, (count, _) in WAITS.items()}
+    assert count_waits(text, WAITS) == {what: count for what, (count, _) in WAITS.items()}
 
 
-@pytest.mark.parametrize(("what", "place"), BROKEN)
+@pytest.mark.parametrize(("what", "place"), removals(WAITS, quick={(MBARRIER_WAIT, 9)}))
 def test_every_wait_is_needed(use, what, place):
-    edit = without_wait(place) if what == MBARRIER_WAIT else without(what, place)
-    assert not is_right(use, edit, ptx.ORDERS)
+    assert not is_right(use, without_the_wait(what, place), ptx.ORDERS)
 
 
 @slow

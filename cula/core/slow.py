@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saying why a call takes seconds."""
+"""A warning that says why a call takes seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 logger = logging.getLogger("cula")
 
-SECONDS = 1.0  # that nobody needs to be told the reason of
+SECONDS = 1.0  # that nobody wonders about
 
 
 @contextlib.contextmanager
-def said_if_long(what: str) -> Iterator[None]:
-    """Inside, `what` is said at WARNING after a second.
+def warn_if_slow(what: str) -> Iterator[None]:
+    """Log `what` at WARNING if the work inside takes more than a second.
 
-    For work that is in a cache of somebody else's on most days and takes long on others: what is found there is found in less.
+    For compilers with a cache of their own, whose results are there in less: nobody can tell beforehand whether they will be.
     """
     timer = threading.Timer(SECONDS, logger.warning, ("%s", what))
     timer.daemon = True

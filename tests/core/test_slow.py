@@ -3,12 +3,12 @@
 
 import time
 
-from cula.core import aloud
+from cula.core import slow
 
 
 def test_long_work_is_said_while_it_is_done(monkeypatch, caplog):
-    monkeypatch.setattr(aloud, "SECONDS", 0.01)
-    with aloud.said_if_long("compiling 100% of it"):
+    monkeypatch.setattr(slow, "SECONDS", 0.01)
+    with slow.warn_if_slow("compiling 100% of it"):
         for _ in range(500):
             if caplog.records:
                 break
@@ -18,8 +18,8 @@ def test_long_work_is_said_while_it_is_done(monkeypatch, caplog):
 
 
 def test_short_work_is_not(monkeypatch, caplog):
-    monkeypatch.setattr(aloud, "SECONDS", 0.2)
-    with aloud.said_if_long("compiling"):
+    monkeypatch.setattr(slow, "SECONDS", 0.2)
+    with slow.warn_if_slow("compiling"):
         pass
     time.sleep(0.3)
     assert caplog.messages == []
