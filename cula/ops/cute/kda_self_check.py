@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that a KDA prefill kernel without a recorded run on hardware is tried with: see `toolchain/self_check.py`.
 
-Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained; states in slots of a pool,
-and those at chunk starts kept. Where there are a fused kernel and split ones, each also looks at the lengths of packed sequences:
-serves those that are its own, and leaves others alone.
+Packed and fixed-length, grouped heads, states, whole sequences and segments, warmed up and chained, from the start or from where
+it is forgotten; states in slots of a pool, and those at chunk starts kept. Where there are a fused kernel and split ones, each
+also looks at the lengths of packed sequences: serves those that are its own, and leaves others alone.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Call(NamedTuple):
     has_state: bool
     beta: torch.dtype = torch.float32
     on_pool: bool = False  # states are slots of one, and those at chunk starts are kept
+    is_halfway: bool = False  # three chunks nearly forget, and four do not by their bounds: chains begin late
     is_looked_at: bool = False  # kernels find out from the lengths whose call it is
 
 
@@ -57,8 +58,10 @@ CALLS = (
     Call((350, 33), is_packed=True, H=1, HV=2, per_segment=1, is_slow=True, has_state=True, beta=torch.bfloat16),
     Call((200,), is_packed=False, H=1, HV=1, per_segment=2, is_slow=False, has_state=True),
     Call((70, 20, 130), is_packed=True, H=1, HV=1, per_segment=1, is_slow=True, has_state=True, on_pool=True),
+    Call((740,), is_packed=False, H=1, HV=1, per_segment=3, is_slow=False, has_state=True, is_halfway=True),
     Call((70, 0, 5, 66), is_packed=True, H=1, HV=2, per_segment=1, is_slow=False, has_state=True, is_looked_at=True),
 )
+HALFWAY = {"gate": -4.3, "safe": -4.3, "log": -6.6, "softplus": -2.7}  # shifts of gates that then forget 7 bits a chunk
 
 
 def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) -> tuple[KdaProblem, KdaInputs]:
@@ -73,7 +76,7 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
     if not flags.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     of_gate = () if flags.has_scalar_gate else (D,)
-    g, shift = normal(B, T, call.HV, *of_gate), -8.0 if call.is_slow else 0.0
+    g, shift = normal(B, T, call.HV, *of_gate), HALFWAY[flags.gate] if call.is_halfway else -8.0 if call.is_slow else 0.0
     is_raw, fastest = flags.gate in ("gate", "softplus"), -50.0 if flags.gate == "log" else -5.0
     x = KdaInputs(
         q=q.bfloat16(),

@@ -19,12 +19,13 @@ sequence has fewer segments, and more of its blocks compute transitions.
 | 1, 2       | `output_role`: TMA stores of a consumer's o   | 40        |
 | 4-7, 8-11  | `consumer_role`: the recurrence, 64 rows dv each | 232    |
 
-| shared memory                 | bytes  |
-|-------------------------------|--------|
-| kb, qg, kr, v: two stages     | 128 K  |
-| T, P: two stages              | 32 K   |
-| o                             | 16 K   |
-| e^{G_C}, b: two stages        | 2 K    |
+| shared memory                     | bytes |
+|-----------------------------------|-------|
+| kb, qg, kr, v: two stages         | 128 K |
+| T, P: two stages                  | 32 K  |
+| o                                 | 16 K  |
+| e^{G_C}, b: two stages            | 2 K   |
+| squares of an M, begin of a chain | 36    |
 
 | mbarrier             | says                                              | arrivals         |
 |----------------------|---------------------------------------------------|------------------|
