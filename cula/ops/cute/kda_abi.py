@@ -82,12 +82,18 @@ BETA, BOUND, LARGEST = 128, 192, 196  # where the latter three begin
 LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
 TILE_BYTES, SQUARE_BYTES, STATE = CHUNK * K * 2, CHUNK * CHUNK * 2, V * K
 
-WORKSPACE = Workspace(
+# What the intra-chunk kernel makes. It comes first, so that a workspace which is kept serves the backward too.
+TILES = Workspace(
     (
         Section("tiles", "records", 3 * TILE_BYTES),  # kb, qg, kr
         Section("T", "records", SQUARE_BYTES),
         Section("P", "records", SQUARE_BYTES),
         Section("vec", "records", 4 * VEC),
+    )
+)
+WORKSPACE = Workspace(
+    (
+        *TILES.sections,
         Section("done", "segments", 4),  # how many of B and M there are
         Section("B", "transitions", 4 * STATE),
         Section("M", "transitions", 2 * 2 * STATE),  # a pair of 16-bit values, hi + lo
