@@ -30,6 +30,10 @@ def _serves(op: str, problem: AnyProblem) -> str | None:
     return None
 
 
+def _keeps(problem: AnyProblem) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the families, and what it says about itself."""
@@ -42,7 +46,8 @@ class Backend:
     requires: tuple[str, ...] = ()  # importable modules that must be installed
     install: str = ""  # how to get them
     options: frozenset[str] = frozenset()  # backend-specific keywords it takes
-    keeps: bool = True  # its forwards may keep more for its own backwards than their inputs
+    # Whether a forward keeps more for its own backward than its inputs; such calls have records of their own, or none.
+    keeps: Callable[[AnyProblem], bool] = _keeps
     how: Callable[[str, AnyProblem], str | None] | None = None  # what it would do with a call that it takes, as a phrase
     # Last word before a kernel runs, for kernels that check themselves at their first use on a machine. Not asked by `explain`
     # but for what is known already: (op, problem, may_run) -> reason.
@@ -138,15 +143,11 @@ class Choice:
     backward: Choice | None = None  # where a gradient is needed
     pool: str | None = None  # a prefill's pool: IN_PLACE, or why it is read and written around the kernel
     checkpoints: str | None = None  # the same of states that are kept
+    shares_saved: bool = False  # the forward saves more than its inputs, for the backward of the same backend
 
     @property
     def name(self) -> str:
         return self.backend.name
-
-    @property
-    def shares_saved(self) -> bool:
-        """What a forward saves beyond its inputs is for the backward of the same backend."""
-        return self.backward is not None and self.backward.name == self.name and self.backend.keeps
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend.name} ({self.backend.summary})"]
@@ -194,13 +195,15 @@ def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True
     family = problem.family
     forward = choose(f"{family}_fwd", problem, backend, may_run)
     backward = pool = checkpoints = None
+    shares_saved = False
     if problem.needs_grad:  # now, so that a missing one is not a surprise inside autograd
         backward = choose(f"{family}_bwd", problem, backend, may_run)
+        shares_saved = backward.name == forward.name and forward.backend.keeps(problem)
     if problem.pool_dtype is not None:
         pool = _in_place(forward.backend, problem, "pool")
     if problem.checkpoint_dtype is not None:
         checkpoints = _in_place(forward.backend, problem, "checkpoints")
-    return _logged(Choice(forward.op, forward.backend, forward.passed_over, None, backward, pool, checkpoints))
+    return _logged(Choice(forward.op, forward.backend, forward.passed_over, None, backward, pool, checkpoints, shares_saved))
 
 
 def choose_decode(problem: DecodeProblem, backend: str = "auto", may_run: bool = True) -> Choice:

@@ -19,6 +19,8 @@ A backend is a package under `cula/ops/` with a module for each family that it s
 | `record_kda_fwd_pool(problem, x, pool, out)`,   |                                                                  |
 | `record_kda_fwd_checkpoints(problem, x, pool,`  |                                                                  |
 | `checkpoints, out)`                             |                                                                  |
+| `record_kda_fwd_saved(problem, x, out)`         | the same for a forward that saves more than its inputs; makes o, |
+|                                                 | the final state and what is saved                                |
 | `record_kda_bwd(problem, x, saved, do, dht)`    | the same for a backward; takes x, what was saved, do and dht     |
 | `kda_decode(problem, x)`                        | `o [N, T, HV, V]`; writes x.state, x.intermediate_states, x.out  |
 | `record_kda_decode(problem, x, given)`          | a `LaunchRecord` for calls like this one, or None                |

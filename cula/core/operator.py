@@ -68,14 +68,15 @@ class Attention(torch.autograd.Function):
 def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """(o, final state, what the backward wants saved), by a record where there is one. For autograd, which has gradients off."""
     name, replay = problem.family, FAMILIES[problem.family].replay
-    static_args, tensors = ("training", problem.options, choice.name), x + Serving()
-    done = NotImplemented if choice.shares_saved else replay.run(tensors, static_args)
+    static_args, tensors = ("training", problem.options, choice.name, choice.shares_saved), x + Serving()
+    make = choice.backend.find(name, f"record_{name}_fwd_saved" if choice.shares_saved else f"record_{name}_fwd")
+    done = NotImplemented if make is None else replay.run(tensors, static_args)
     if done is not None and done is not NotImplemented:
-        return *done, ()
+        o, final_state, *saved = done
+        return o, final_state, tuple(saved)
     with running_on(x.q):
         result = choice.backend.load(name, f"{name}_fwd")(problem, x)
-        make = choice.backend.find(name, f"record_{name}_fwd")
-        if done is NotImplemented and make is not None and not choice.shares_saved:
+        if done is NotImplemented and make is not None:
             replay.keep(tensors, static_args, lambda: make(problem, x, None))
     return result.o, result.final_state, result.saved if choice.shares_saved else ()
 

@@ -133,7 +133,7 @@ def cula_gdn(
         out: `[B, T, HV, V]` tensor that takes o (inference only).
         batch_invariant: give a sequence the same bits alone and in any batch or pack, at the cost of schedules that fill the
             GPU less well; `CULA_BATCH_INVARIANT=1` asks for it in every call.
-        disable_recompute: keep the chunk states for the backward instead of making them again.
+        disable_recompute: keep the chunk states for the backward instead of making them again, where kernels can.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
         backend: force a backend by name; "auto" takes the best that can.

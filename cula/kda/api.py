@@ -134,7 +134,7 @@ def cula_kda(
         cu_seqlens: offsets `[N + 1]` of sequences packed along T (then B == 1); int32 or int64.
         safe_gate: promises log decays within about [-5, 0), which makes some kernels faster and changes nothing else.
         lower_bound: bound of the gate, in [-5, 0).
-        disable_recompute: keep the chunk states for the backward instead of making them again.
+        disable_recompute: keep more for the backward (states at chunk starts, or what is inside of chunks) than it must have.
         return_intermediate_states: also return the state at the start of each 64-token chunk (inference only).
         device: the device the tensors are expected on; a mismatch is an error, nothing is moved.
         A_log: HV elements in any shape, in fp32, bf16 or fp16; may be None with `lower_bound` (factor 1).

@@ -18,6 +18,7 @@ from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import ALL, Arch
 from cula.ops.cute.archs import ARCHS, arch_of
 from cula.ops.cute.gdn_schedule import schedule
+from cula.ops.cute.kda_schedule import keeps_tiles
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import loader
 
@@ -120,6 +121,11 @@ def _of_kernels(problem: AnyProblem, num_sms: int | None = None) -> AnyProblem:
     return problem if schedule(problem, num_sms) is not None else kda_problem(problem)
 
 
+def keeps(problem: AnyProblem) -> bool:
+    """Whether a forward saves more for a backward of these kernels than its inputs: KDA's, where it is told to."""
+    return isinstance(problem, KdaProblem) and keeps_tiles(problem)
+
+
 def backend_of(arch: Arch) -> Backend:
     return Backend(
         f"cute_{arch.name}",
@@ -129,7 +135,7 @@ def backend_of(arch: Arch) -> Backend:
         device="cuda",
         requires=("tvm_ffi",),
         install="pip install 'cuda-linear-attention[cute]'",
-        keeps=False,
+        keeps=keeps,
         how=functools.partial(how, arch),
         self_check=functools.partial(self_check, arch),
     )

@@ -78,12 +78,13 @@ def how(problem: GdnProblem, num_sms: int) -> str:
     """What a call that is not KDA's does on a GPU, for `cula.explain`."""
     made, heads = schedule(problem, num_sms), problem.N * problem.HV
     assert made is not None
+    kept = "; disable_recompute=True changes nothing" if problem.needs_grad and problem.options.disable_recompute else ""
     if made.blocks:
-        return f"one kernel, {heads} heads of sequences by {made.blocks} blocks, no workspace"
+        return f"one kernel, {heads} heads of sequences by {made.blocks} blocks, no workspace{kept}"
     if made.pieces == 1:
-        return f"one kernel, {heads} heads of sequences by a pair of blocks each, no workspace"
+        return f"one kernel, {heads} heads of sequences by a pair of blocks each, no workspace{kept}"
     size = made.workspace_bytes(heads) / 2**20
-    return f"one kernel, {heads} heads of sequences by {made.pieces} pairs of blocks each, {size:.3g} MiB of workspace"
+    return f"one kernel, {heads} heads of sequences by {made.pieces} pairs of blocks each, {size:.3g} MiB of workspace{kept}"
 
 
 @functools.lru_cache(maxsize=1024)

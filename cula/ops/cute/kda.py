@@ -22,7 +22,7 @@ from cula.core.kernels import Checkpoints, Forward, Pool
 from cula.core.pool import Serving
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import by_chunks, prefill_labels, resized
-from cula.core.replay.torch_internals import form_of
+from cula.core.replay.torch_internals import Form, form_of
 from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaInputs, KdaProblem
 from cula.ops.cute import decode, kda_abi
@@ -34,7 +34,7 @@ from cula.ops.cute.decode import record_decode as record_kda_decode
 from cula.ops.cute.decode import yields_to
 from cula.ops.cute.kda_abi import K, Kept, V, beta_top
 from cula.ops.cute.kda_bwd import kda_bwd, kda_state_grad, kda_transition, record_kda_bwd
-from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, how, schedule_on, variant
+from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, has_backward, how, keeps_tiles, schedule_on, variant
 from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Source, record
 from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_sources, state_tensors
@@ -59,6 +59,7 @@ __all__ = [
     "record_kda_fwd",
     "record_kda_fwd_checkpoints",
     "record_kda_fwd_pool",
+    "record_kda_fwd_saved",
     "run",
     "variant",
     "why_not",
@@ -80,8 +81,8 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
             return f"takes {name} in bfloat16 or float32, and this call has {str(dtype).removeprefix('torch.')}"
     if reason := are_too_many(p):
         return reason
-    if p.options.disable_recompute and p.needs_grad:
-        return "keeps nothing for the backward, which disable_recompute=True asks for"
+    if p.options.disable_recompute and p.needs_grad and not has_backward(p):
+        return "does not make this call's gradient, for which disable_recompute=True would have it keep more than the inputs"
     return backward.why_not(p) if op in backward.OPS else None
 
 
@@ -126,8 +127,10 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
         chunks = p.B * -(-p.T // CHUNK) if x.cu_seqlens is None else int(((x.cu_seqlens.diff() + (CHUNK - 1)) // CHUNK).sum())
         states = torch.empty((p.B, chunks // p.B, p.HV, V, K), dtype=torch.float32, device=x.q.device)
         kept = KeptStates(states.flatten(0, 1), Kept.STARTS, 1, None)
-    ht = _final_state(p, x)
-    return Forward(run(p, x, schedule_on(p, x.q.device), ht, out, kept=kept), ht, states)
+    ht, schedule = _final_state(p, x), schedule_on(p, x.q.device)
+    work = _empty_workspace(p, schedule, x.q.device) if keeps_tiles(p) else None
+    o = run(p, x, schedule, ht, out, kept=kept, work=work)
+    return Forward(o, ht, states, () if work is None else (work,))
 
 
 def kda_fwd_pool(problem: KdaProblem, x: KdaInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
@@ -160,6 +163,10 @@ def _final_state(p: KdaProblem, x: KdaInputs) -> Tensor | None:
     return torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=x.q.device)
 
 
+def _empty_workspace(p: KdaProblem, schedule: Schedule, device: torch.device) -> Tensor:
+    return torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
+
+
 def run(
     problem: KdaProblem,
     x: KdaInputs,
@@ -168,8 +175,9 @@ def run(
     out: Tensor | None = None,
     pool: Pool | None = None,
     kept: KeptStates | None = None,
+    work: Tensor | None = None,
 ) -> Tensor:
-    """Launch with a given schedule; returns o."""
+    """Launch with a given schedule, and with a workspace that is wanted afterwards; returns o."""
     p, device = problem, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
@@ -196,7 +204,8 @@ def run(
         "kept": None if kept is None else kept.states,
         "kept_offsets": None if kept is None else kept.offsets,
     }
-    work = None if schedule.is_fused else torch.empty(schedule.workspace_bytes(p.HV), dtype=torch.uint8, device=device)
+    if work is None and not schedule.is_fused:
+        work = _empty_workspace(p, schedule, device)
     numbers = _numbers(p, x, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
     for which in schedule.kernels:
         abi, of_kernel = _abi(p, which), tensors if which == "fused" else tensors | {"workspace": work}
@@ -212,6 +221,11 @@ def record_kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None)
     states at chunk starts are asked for, whose number depends on data. It takes those of x and then `out`, at addresses that TMA
     can read, and makes o and the final state."""
     return None if problem.options.return_intermediate_states else _record(problem, x, Serving(out), None, None)
+
+
+def record_kda_fwd_saved(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> LaunchRecord | None:
+    """The same for a forward that saves its workspace, which it makes too."""
+    return record_kda_fwd(problem, x, out)
 
 
 def record_kda_fwd_pool(problem: KdaProblem, x: KdaInputs, pool: Pool, out: Tensor | None) -> LaunchRecord | None:
@@ -243,13 +257,14 @@ def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, ke
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
     sources |= {"cu": of["cu_seqlens"], "o": ~0, **state_sources(of, pool, ~1)}
     sources |= {"kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
-    work = None if schedule.is_fused else workspace(device.index, schedule.workspace_bytes(p.HV))
+    size, saves = schedule.workspace_bytes(p.HV), keeps_tiles(p)
+    work = None if saves or not size else workspace(device.index, size)
     numbers = _numbers(p, x, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
     launches = []
-    for which in schedule.kernels:
+    for which in schedule.kernels:  # a workspace that is saved is the third of the outputs, and one that is not comes after two
         of_kernel, sizes = sources if which == "fused" else sources | {"workspace": ~2}, _sizes(p, schedule, which)
         launches.append(record(_abi(p, which), _kernel(p, which), of_kernel, numbers | sizes, tuple(_all_sizes(p, schedule))))
-    outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht))
+    outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht), *_saved_form(size) * saves)
     labels = prefill_labels(x, serving, ("q", "k", "v", "g", "beta"), p.is_packed)
     resize = _resize(p, device, schedule.kernels, out is None, of["out"], ht is not None)
     return LaunchRecord(device.index, tuple(launches), outputs, work, sizes=Sizes(labels, resize))
@@ -259,17 +274,16 @@ def _resize(
     p: KdaProblem, device: torch.device, kernels: tuple[str, ...], makes_o: bool, place_of_out: int, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    num_sms, is_packed, HV = sms_of(device), p.is_packed, p.HV
+    num_sms, is_packed, HV, saves = sms_of(device), p.is_packed, p.HV, keeps_tiles(p)
     of_ht = (HV * V * K, V * K, K, 1)
 
-    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], Callable[[int], Tensor] | None] | None:
-        """The schedule's arguments and the workspace; None where other kernels serve such a call."""
+    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], int] | None:
+        """The schedule's arguments and the workspace's bytes; None where other kernels serve such a call."""
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
         if made.kernels != kernels:
             return None
-        work = None if made.is_fused else workspace(device.index, made.workspace_bytes(HV))
-        return tuple(_all_sizes(other, made).values())[NUM_LENGTHS:], work
+        return tuple(_all_sizes(other, made).values())[NUM_LENGTHS:], made.workspace_bytes(HV)
 
     scheduled = by_chunks(schedule_of)
 
@@ -281,12 +295,18 @@ def _resize(
         found = scheduled(B, T, N)
         if found is None:
             return None
-        numbers, work = found
+        numbers, size = found
+        work = None if saves or not size else workspace(device.index, size)
         o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), torch.bfloat16) if makes_o else place_of_out
         ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
-        return Resized((tokens, N, 0 if is_packed else T, *numbers), (o, ht), work)
+        return Resized((tokens, N, 0 if is_packed else T, *numbers), (o, ht, *_saved_form(size) * saves), work)
 
     return resize
+
+
+def _saved_form(size: int) -> tuple[Form]:
+    """That of a workspace of so many bytes that is saved."""
+    return (((size,), (1,), torch.uint8),)
 
 
 def _abi(problem: KdaProblem, which: str) -> Abi:

@@ -86,12 +86,18 @@ LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T 
 COUNT = 3  # the bits of a segment's word in `done` that count its B and M; the others are those of |M|^2, a float32
 TILE_BYTES, SQUARE_BYTES, STATE = CHUNK * K * 2, CHUNK * CHUNK * 2, V * K
 
-WORKSPACE = Workspace(
+# What the intra-chunk kernel makes. It comes first, so that a workspace which is kept serves the backward too.
+TILES = Workspace(
     (
         Section("tiles", "records", 3 * TILE_BYTES),  # kb, qg, kr
         Section("T", "records", SQUARE_BYTES),
         Section("P", "records", SQUARE_BYTES),
         Section("vec", "records", 4 * VEC),
+    )
+)
+WORKSPACE = Workspace(
+    (
+        *TILES.sections,
         Section("done", "segments", 4),  # how many of B and M there are, and M's norm
         Section("B", "transitions", 4 * STATE),
         Section("M", "transitions", 2 * 2 * STATE),  # a pair of 16-bit values, hi + lo

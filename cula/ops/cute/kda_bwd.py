@@ -4,7 +4,7 @@ states alone, by the same kernels.
 
 `sm90/kda_bwd.py` launches three kernels and a short one, and two more where few heads are cut into segments that have to be
 chained. `kda_bwd_schedule.py` says how long segments are, and `kda_bwd_abi.py` what the kernels are given. The forward keeps
-nothing for them but its inputs.
+nothing for them but its inputs or, with `disable_recompute=True`, what the first of them would make.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import prefill_labels, resized
+from cula.core.replay.sizes import SECOND, prefill_labels, resized
 from cula.core.replay.torch_internals import Form
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem
@@ -25,7 +25,7 @@ from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
-from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, workspace_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, tiles_bytes, workspace_bytes
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.kda_schedule import variant as forward_variant
@@ -35,6 +35,7 @@ from cula.ops.cute.toolchain.loader import load
 
 OPS = ("kda_bwd", "kda_transition", "kda_state_grad")  # which these kernels do
 TOKENS = ("q", "k", "v", "g", "beta", "do")
+BYTES_OF_TILES = SECOND + 1  # the label of what the forward kept: the third size of a record
 
 
 def why_not(problem: KdaProblem) -> str | None:
@@ -47,17 +48,20 @@ def why_not(problem: KdaProblem) -> str | None:
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
     """Gradients of every input from those of the outputs and (where not None) of the final states."""
-    return run(problem, x, do, dht, schedule_on(problem, x.q.device))
+    return run(problem, x, do, dht, schedule_on(problem, x.q.device), saved[0] if saved else None)
 
 
-def run(problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule) -> KdaGrads:
-    """The same with a given schedule."""
+def run(
+    problem: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule, tiles: Tensor | None = None
+) -> KdaGrads:
+    """The same with a given schedule, and with the tiles that the forward kept."""
     p, device = problem, x.q.device
     made = [
         None if form is None else torch.empty(form[0], dtype=form[2], device=device) for form in forms(p, parameters_there(x))
     ]
     grads = KdaGrads(*made)  # type: ignore[arg-type]  # some may be None
-    _launch(p, x, do, dht, {MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}, made_for, Makes.GRADIENTS)
+    written = {MADE.get(name, name): t for name, t in zip(KdaGrads._fields, grads)}
+    _launch(p, x, do, dht, written, made_for, Makes.GRADIENTS, tiles)
     return grads
 
 
@@ -95,9 +99,11 @@ def _launch(
     made: dict[str, Tensor | None],
     made_for: Schedule,
     makes: Makes,
+    tiles: Tensor | None = None,
 ) -> None:
     """Launch the kernels, which write to the tensors in `made`, by their names."""
     device = x.q.device
+    assert tiles is None or tiles.numel() >= tiles_bytes(made_for.chunks * p.HV), "what the forward kept is of another call"
     x = x._replace(
         q=as_tokens(x.q),
         k=as_tokens(x.k),
@@ -117,12 +123,13 @@ def _launch(
         "h0": x.initial_state,
         "dht": dht,
         "cu": x.cu_seqlens,
+        "tiles": tiles,
         **dict.fromkeys(WRITTEN),
         **made,
-        "workspace": torch.empty(_workspace_bytes(p, made_for, makes), dtype=torch.uint8, device=device),
+        "workspace": torch.empty(_workspace_bytes(p, made_for, tiles is not None, makes), dtype=torch.uint8, device=device),
     }
     addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for, makes))
+    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for, tiles is not None, makes))
     _kernel(p)(*addresses, *numbers, stream_of(device))
 
 
@@ -137,37 +144,40 @@ def record_kda_bwd(
     problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None
 ) -> LaunchRecord | None:
     """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
-    takes those of x, do and dht, and makes the gradients."""
-    p, device, given = problem, x.q.device, GivenGrads(do, dht)
+    takes those of x, what was saved, do and dht, and makes the gradients."""
+    p, device, given, has_tiles = problem, x.q.device, GivenGrads(do, dht), bool(saved)
     is_copied = dht is not None and not (dht.dtype is torch.float32 and dht.is_contiguous())
-    if saved or is_copied or any(as_tokens(t) is not t for t in (*x[:5], do)):
+    if is_copied or any(as_tokens(t) is not t for t in (*x[:5], do)):
         return None
     no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
-    of = {name: i for i, name in enumerate((*x._fields, *given._fields))}
+    of = {name: i for i, name in enumerate((*x._fields, *("tiles",) * has_tiles, *given._fields))}
     sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "dht")}
     sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
-    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"]}
+    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"], "tiles": of.get("tiles")}
     sources |= {MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
     sources |= {"M": None, "B": None, "workspace": ~len(KdaGrads._fields)}
     made_for = schedule_on(p, device)
-    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for), tuple(_sizes(p, made_for)))
+    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for, has_tiles), tuple(_sizes(p, made_for)))
     labels = prefill_labels(x, given, TOKENS, p.is_packed)
-    work = workspace(device.index, _workspace_bytes(p, made_for))
+    labels = (*labels[: len(x)], *((BYTES_OF_TILES,),) * has_tiles, *labels[len(x) :])
+    work = workspace(device.index, _workspace_bytes(p, made_for, has_tiles))
     there = parameters_there(x)
     return LaunchRecord(device.index, (launch,), forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
 
 
-def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[[int, int], Resized | None]:
-    """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
+def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[..., Resized | None]:
+    """What a record needs for other numbers of tokens and sequences, and of bytes that the forward kept; None where other kernels
+    serve those."""
     is_packed, num_sms = p.is_packed, sms_of(device)
 
-    def resize(first: int, second: int) -> Resized | None:
+    def resize(first: int, second: int, kept: int | None = None) -> Resized | None:
         B, T, N = (1, first, second) if is_packed else (first, second, first)
         other = resized(p, B, T, N)
         if not (B * T and N) or are_too_many(other):
             return None
         made = schedule(other, num_sms)
-        work = workspace(device.index, _workspace_bytes(other, made))
+        assert kept is None or kept >= tiles_bytes(made.chunks * p.HV), "what the forward kept is of another call"
+        work = workspace(device.index, _workspace_bytes(other, made, kept is not None))
         return Resized(tuple(_sizes(other, made).values()), forms(other, there), work)
 
     return resize
@@ -217,15 +227,21 @@ def _abi(p: KdaProblem) -> Abi:
     return of_gates(BACKWARD, p.has_scalar_gate, p.g_dtype.itemsize)
 
 
-def _workspace_bytes(p: KdaProblem, made_for: Schedule, makes: Makes = Makes.GRADIENTS) -> int:
+def _workspace_bytes(p: KdaProblem, made_for: Schedule, has_tiles: bool, makes: Makes = Makes.GRADIENTS) -> int:
     if makes != Makes.GRADIENTS:
         return bytes_for_transitions(made_for.chunks * p.HV, made_for.transitions * p.HV)
     shared = p.B * p.T * p.HV if p.H != p.HV else 0
-    return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV)
+    return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV, has_tiles)
 
 
 def _numbers(
-    p: KdaProblem, x: KdaInputs, do: Tensor, dht: Tensor | None, made_for: Schedule, makes: Makes = Makes.GRADIENTS
+    p: KdaProblem,
+    x: KdaInputs,
+    do: Tensor,
+    dht: Tensor | None,
+    made_for: Schedule,
+    has_tiles: bool,
+    makes: Makes = Makes.GRADIENTS,
 ) -> dict[str, int | float]:
     """The arguments that are not addresses, by name."""
     numbers: dict[str, int | float] = {}
@@ -245,6 +261,7 @@ def _numbers(
         "has_dh0": int(has_h0),
         "has_A": int(has_A),
         "has_bias": int(has_bias),
+        "has_tiles": int(has_tiles),
         "makes": makes,
     }
     return numbers | _sizes(p, made_for)

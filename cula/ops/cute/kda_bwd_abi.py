@@ -11,6 +11,7 @@ Free of cutlass. Arguments that the forward has too are those of `kda_abi.py`; t
 | dv, dg, dbeta  | as v, g and beta, contiguous                                                                               |
 | dA_log, ddt_bias | as A_log and dt_bias, float32; there if `has_A`, `has_bias`                                               |
 | M, B           | [N, HV, 128 (K), 128 (K)] and [N, HV, 128 (V), 128 (K)], float32: transitions of whole sequences           |
+| tiles          | `kda_abi.TILES` that the forward kept; there if `has_tiles`, and else made again, in the workspace         |
 | segments ... has_transitions | a `kda_bwd_schedule.Schedule`                                                                 |
 | makes          | a `Makes`: which of all this a call writes                                                                 |
 """
@@ -21,7 +22,7 @@ import enum
 
 from cula.core.constants import CHUNK
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
-from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, TILE_BYTES, VEC, K
+from cula.ops.cute.kda_abi import STATE, TILE_BYTES, TILES, K
 
 
 class Makes(enum.IntEnum):
@@ -33,7 +34,7 @@ class Makes(enum.IntEnum):
 
 
 _GIVEN = addresses(
-    q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
+    q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=TMA_BYTES, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4, tiles=64
 )  # fmt: skip
 _MADE = addresses(dq=16, dk=16, dv=16, dg=16, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, M=16, B=16, workspace=64)
 WRITTEN = tuple(a.name for a in _MADE if a.name != "workspace")
@@ -41,13 +42,14 @@ _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),
     *f32("scale", "lower", "beta_top"),
-    *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "has_A", "has_bias", "length", "halvings", "chunks"),
+    *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "has_A", "has_bias", "has_tiles", "length", "halvings", "chunks"),
 )
 SCHEDULE = i32("segments", "per_segment", "has_transitions")
 
 BACKWARD = Abi("kda_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM, SCHEDULE, i32("makes"))
 
-# A record is a chunk's of one head, a transition a segment's. What the intra-chunk kernel of the forward writes comes first.
+# A record is a chunk's of one head, a transition a segment's. What the intra-chunk kernel of the forward writes comes first, and
+# is left out where the forward has kept it.
 
 FACTOR_OF_S, FACTOR_OF_DS = 0, 1  # powers of two that S and U, and dS and dX, are scaled by
 FACTORS = 2  # floats of a record
@@ -58,10 +60,7 @@ OF_STRENGTHS, OF_V, OF_GATES, PARTS = 0, 8, 9, 17
 
 WORKSPACE = Workspace(
     (
-        Section("tiles", "records", 3 * TILE_BYTES),  # kb, qg, kr
-        Section("T", "records", SQUARE_BYTES),
-        Section("P", "records", SQUARE_BYTES),
-        Section("vec", "records", 4 * VEC),
+        *TILES.sections,
         Section("done", "one", 4),  # which the forward's segments count; those of the backward do not
         Section("M", "transitions", 2 * STATE),
         Section("ends", "transitions", 3 * 4 * STATE),  # B, D and M in float32; then what walks over segments end with
@@ -78,8 +77,14 @@ WORKSPACE = Workspace(
 )
 
 
-def workspace_bytes(records: int, shared: int, transitions: int) -> int:
-    return WORKSPACE.offsets(records=records, one=1, shared=shared, transitions=transitions)["end"]
+def workspace_bytes(records: int, shared: int, transitions: int, has_tiles: bool) -> int:
+    end = WORKSPACE.offsets(records=records, one=1, shared=shared, transitions=transitions)["end"]
+    return end - tiles_bytes(records) if has_tiles else end
+
+
+def tiles_bytes(records: int) -> int:
+    """What the intra-chunk kernel makes."""
+    return TILES.offsets(records=records)["end"]
 
 
 def bytes_for_transitions(records: int, transitions: int) -> int:

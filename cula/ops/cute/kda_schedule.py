@@ -159,12 +159,25 @@ def fused(clusters: int) -> Schedule:
     return nothing._replace(clusters=clusters, longest=ANY_LENGTH)
 
 
+def keeps_tiles(problem: KdaProblem) -> bool:
+    """Whether a forward keeps its workspace for the backward of the same architecture, which then begins with the recurrences."""
+    p = problem
+    return p.needs_grad and p.options.disable_recompute and has_backward(p)
+
+
+def has_backward(problem: KdaProblem) -> bool:
+    """Whether a call's architecture has kernels for its gradient. They take keys that they normalise."""
+    return "kda_bwd" in arch_of(problem.sm).serves and problem.options.use_qk_l2norm_in_kernel
+
+
 def why_split(problem: KdaProblem, num_sms: int) -> str | None:
     """Why a call does not go to the fused kernel, as a sentence; None if it does."""
     p = problem.alone() if problem.options.batch_invariant else problem
     arch = arch_of(p.sm)
     if not arch.kda.has_fused:
         return f"{arch.title} has no fused kernel"
+    if keeps_tiles(p):
+        return "disable_recompute=True keeps the workspace for the backward, which then has one kernel less to run"
     if not p.options.use_qk_l2norm_in_kernel:
         return "the fused kernel takes keys that it normalises"
     most, heads = num_sms // 2, p.N * p.HV

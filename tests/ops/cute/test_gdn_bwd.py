@@ -138,6 +138,17 @@ def test_numbers_are_right_without_races(interpreted):
     assert is_right(*PACKED)
 
 
+@pytest.mark.slow
+def test_numbers_in_bfloat16_cost_nothing_but_the_rounding_of_their_gradients(interpreted):
+    """Those of A_log and dt_bias are summed before dg is rounded."""
+    p, x = call(Case((70,), HV=2, numbers=torch.bfloat16))
+    do, dht = gradients_of_outputs(p, 1.0, "cpu")
+    got = gdn_bwd.gdn_bwd(p, x, (), do, dht)
+    wide = dataclasses.replace(p, g_dtype=torch.float32, beta_dtype=torch.float32)
+    want = gdn_bwd.gdn_bwd(wide, x._replace(g=x.g.float(), beta=x.beta.float()), (), do, dht)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, want))
+
+
 def test_gradients_of_shared_keys_are_sums_over_their_value_heads(interpreted):
     """Those of one value head, twice, are twice those of one: no order of additions, and no rounding, is in between."""
     p, x = call(Case((40,)))

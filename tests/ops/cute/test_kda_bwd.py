@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from cula import reference
-from cula.core.dispatch import choose, choose_prefill
-from cula.core.replay import record
+from cula.core.dispatch import BACKENDS, Choice, choose, choose_prefill
+from cula.core.family import FAMILIES
+from cula.core.operator import Attention
+from cula.core.replay import cache, record
 from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
-from cula.ops.cute import bwd_self_check, gdn_bwd, kda_bwd
-from cula.ops.cute.kda_bwd_abi import BACKWARD
+from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_schedule
+from cula.ops.cute.kda_abi import SPLIT
+from cula.ops.cute.kda_bwd_abi import BACKWARD, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import schedule
 from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
@@ -205,6 +208,56 @@ def test_broken_kernels_are_noticed(interpreted, order, edit):
         assert not is_right(*ALIKE)
 
 
+# What the forward keeps, where it is told to
+
+
+def keeping(case: Case, device: str) -> tuple[KdaProblem, KdaInputs]:
+    p, x = make(case, device)
+    return dataclasses.replace(p, needs_grad=True, options=p.options._replace(disable_recompute=True)), x
+
+
+def step(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs, last states and gradients, by the autograd node of a call whose both directions are this backend's."""
+    (backend,) = (b for b in BACKENDS if b.name == "cute_sm90")
+    choice = Choice("kda_fwd", backend, (), backward=Choice("kda_bwd", backend, ()), shares_saved=backend.keeps(p))
+    leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in x]
+    made = Attention.apply(p, choice, KdaInputs, *leaves)
+    return *made, *torch.autograd.grad(made, [t for t in leaves if t is not None and t.requires_grad], (do, dht))
+
+
+def check_kept_tiles(monkeypatch, case: Case, device: str) -> None:
+    """Gradients from tiles that were kept are those from tiles made again, bit for bit; and tiles that were kept are read."""
+    (p, x), given = keeping(case, device), []
+    do, dht = gradients_of_outputs(p, 1.0, device)
+    run = kda_bwd.run
+    monkeypatch.setattr(kda_bwd, "run", lambda *args: given.append(args[-1]) or run(*args))
+    kept = step(p, x, do, dht)[2:]
+    (tiles,) = given
+    again = [t for t in run(p, x, do, dht, kda_bwd.schedule_on(p, x.q.device)) if t is not None]
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    others = run(p, x, do, dht, kda_bwd.schedule_on(p, x.q.device), torch.zeros_like(tiles))
+    assert not torch.equal(others.dq, kept[0])
+
+
+def test_tiles_that_were_kept(interpreted, monkeypatch):
+    ptx.interpret(monkeypatch, kda)
+    monkeypatch.setattr(kda, "schedule_on", lambda problem, device: kda_schedule.schedule(problem, NUM_SMS))
+    check_kept_tiles(monkeypatch, Case((70, 5), shift=-4.0), "cpu")
+
+
+@pytest.mark.parametrize("case", [Case((70, 5), shift=-4.0, HV=2), Case((2000, 100), H=4, HV=4, shift=-8.0)], ids=str)
+@pytest.mark.gpu
+def test_tiles_that_were_kept_on_a_gpu(kernels, monkeypatch, case):  # noqa: F811
+    check_kept_tiles(monkeypatch, case, "cuda")
+
+
+def test_tiles_are_of_the_call(launched):
+    p, x = keeping(Case((70, 5)), "cpu")
+    do, dht = gradients_of_outputs(p, 1.0, "cpu")
+    with pytest.raises(AssertionError, match="of another call"):
+        kda_bwd.kda_bwd(p, x, (torch.zeros(tiles_bytes(2), dtype=torch.uint8),), do, dht)  # it has room for three
+
+
 # Who is served
 
 TRAINING = dataclasses.replace(
@@ -270,6 +323,27 @@ def test_nothing_is_kept_for_it(monkeypatch, is_gdn):
     choice = choose_prefill(GdnProblem(**of_gdn, options=options) if is_gdn else TRAINING)
     assert choice.name == choice.backward.name == "cute_sm90"
     assert not choice.shares_saved
+
+
+def test_who_keeps_tiles(monkeypatch):
+    """KDA's forward, if it is told to, and if the backward is this backend's too; it then is the split one, and says so."""
+    monkeypatch.setattr(loader, "missing", lambda arch: None)
+    told = TRAINING.options._replace(disable_recompute=True)
+    keeps = dataclasses.replace(TRAINING, H=64, HV=64, options=told)
+    choice = choose_prefill(keeps)
+    assert choice.name == choice.backward.name == "cute_sm90"
+    assert choice.shares_saved
+    assert "disable_recompute=True" in kda_schedule.how(keeps, NUM_SMS)
+    for change in ({"options": TRAINING.options}, {"needs_grad": False}):
+        other = dataclasses.replace(keeps, **change)
+        assert kda_schedule.schedule(other, NUM_SMS).is_fused
+        assert not choose_prefill(other).shares_saved
+    of_gdn = {name: value for name, value in vars(keeps).items() if name not in ("has_scalar_gate", "options")}
+    gdn = GdnProblem(**of_gdn, options=GdnOptions(use_qk_l2norm_in_kernel=True, disable_recompute=True))
+    choice = choose_prefill(gdn)
+    assert choice.name == choice.backward.name == "cute_sm90"
+    assert not choice.shares_saved
+    assert choose_prefill(dataclasses.replace(keeps, sm=(10, 0))).name == "triton"
 
 
 # Recorded calls
@@ -338,6 +412,31 @@ def test_a_call_is_recorded_for_tensors_that_need_no_copy(launched):
     assert kda_bwd.record_kda_bwd(p, x, (), do, dht.double()) is None
 
 
+def test_steps_that_keep_tiles_are_recorded(launched, request, monkeypatch):
+    """Of whatever length; a backward is given the workspace of its own forward."""
+    names, kernel = [a.name for a in SPLIT.args], stand_in(request.node.callspec.params["launched"])
+    forward = kernel(lambda *given: launched.append(("forward", dict(zip(names, given[:-1])))))
+    monkeypatch.setattr(kda, "load", lambda name, arch: forward)
+    monkeypatch.setattr(kda, "stream_of", lambda device: 0)
+    monkeypatch.setattr(kda, "schedule_on", lambda problem, device: kda_schedule.schedule(problem, NUM_SMS))
+    monkeypatch.setattr(kda, "sms_of", lambda device: NUM_SMS)
+    monkeypatch.setattr(cache, "signature", record.signature)  # as if on a GPU
+    replay = FAMILIES["kda"].replay
+    replay.forget()
+    for lengths in ((70, 5, 130), (70, 5, 130), (300, 0, 1, 40), (30,) * 7):
+        p, x = keeping(Case(lengths, HV=2), "cpu")
+        launched.clear()
+        _, _, *grads = step(p, x, *gradients_of_outputs(p, 1.0, "cpu"))
+        assert [t.shape for t in grads] == [t.shape for t in x[:-1] if t is not None]
+        (_, of_forward), (_, of_backward) = launched
+        assert of_backward["has_tiles"] == 1
+        assert of_backward["tiles"] == of_forward["workspace"] != 0
+        assert all(of_forward[name] == of_backward[name] for name in ("T", "N", "chunks"))
+        monkeypatch.setattr(kda, "run", None)  # from here on by records
+        monkeypatch.setattr(kda_bwd, "run", None)
+    replay.forget()
+
+
 # On a GPU
 
 
@@ -348,7 +447,7 @@ def test_on_a_gpu(kernels, case, size):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["kda", "kda, softplus", "kda, packed", "kda, segments"])
+@pytest.mark.parametrize("name", ["kda", "kda, softplus", "kda, packed", "kda, segments", "kda, more kept"])
 def test_training_steps_by_record(kernels, monkeypatch, name):  # noqa: F811
     test_training.test_steps_by_record_are_steps(name, "cute_sm90", monkeypatch)
 

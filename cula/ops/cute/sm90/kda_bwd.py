@@ -8,9 +8,10 @@
 | `kda_bwd_chunk.py`                 | chunk, value head              | all other gradients, those of A_log, dt_bias in shares |
 | `kda_bwd_shares.py`                | value head; rows of dq and dk  | sums over chunks, and over value heads that share keys |
 
-Where sequences are cut into segments that may not warm up (`kda_bwd_segments.py`), two launches come before the second: the same
-recurrences without results, and `kda_bwd_scan.py`. They and the first kernel also make transitions, and gradients of first
-states alone, of whole sequences (`Makes`), which context parallelism asks for.
+Where the forward has kept what the first makes, the second comes first. Where sequences are cut into segments that may not warm
+up (`kda_bwd_segments.py`), two launches come before the second: the same recurrences without results, and `kda_bwd_scan.py`. They
+and the first kernel also make transitions, and gradients of first states alone, of whole sequences (`Makes`), which context
+parallelism asks for.
 
 bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
 describes the arguments.
@@ -88,14 +89,15 @@ def transitions_at(part: Any, transitions: Any) -> dict[str, Any]:
     }
 
 
-def work_at(workspace: Any, chunks: Any, transitions: Any, T: Any, HV: Any, shared: Any) -> Work:
-    """The tensors of the workspace."""
+def work_at(tiles: Any, others: Any, chunks: Any, transitions: Any, T: Any, HV: Any, shared: Any) -> Work:
+    """The tensors of the workspace: those that the intra-chunk kernel makes, and from another address on the others."""
     records = chunks * HV
     counts = {"records": Int64(records), "one": Int64(1), "shared": shared, "transitions": Int64(transitions)}
-    offsets = kda_bwd_abi.WORKSPACE.offsets(**counts)
+    offsets, of_tiles = kda_bwd_abi.WORKSPACE.offsets(**counts), kda_abi.TILES.offsets(records=Int64(records))
 
     def part(name: str, t: Any, layout: Any) -> Any:
-        return cute.make_tensor(at_address(t, workspace + offsets[name], kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
+        at = tiles + of_tiles[name] if name in of_tiles else others + (offsets[name] - of_tiles["end"])
+        return cute.make_tensor(at_address(t, at, kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
 
     def rows(name: str, t: Any, count: int, columns: int) -> Any:
         return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
@@ -331,6 +333,7 @@ def backward_host(
     h0: Int64,
     dht: Int64,
     cu: Int64,
+    tiles: Int64,
     dq: Int64,
     dk: Int64,
     dv: Int64,
@@ -366,6 +369,7 @@ def backward_host(
     has_dh0: I32,
     has_A: I32,
     has_bias: I32,
+    has_tiles: I32,
     length: I32,
     halvings: I32,
     chunks: I32,
@@ -385,10 +389,14 @@ def backward_host(
         variant,
     )
     shared = Int64(T) * Int64(HV) if HV != H else Int64(0)
-    work = work_at(workspace, chunks, segments * HV * has_transitions, T, HV, shared)
+    of_tiles = kda_abi.TILES.offsets(records=Int64(chunks * HV))["end"]
+    at_tiles = tiles if has_tiles == 1 else workspace
+    others = workspace if has_tiles == 1 else workspace + of_tiles
+    work = work_at(at_tiles, others, chunks, segments * HV * has_transitions, T, HV, shared)
     scalars = IntraScalars(scale, lower, beta_top, beta_bits)
     grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
-    launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
+    if has_tiles == 0:
+        launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
     ends = end_states((h0, dht, dh0, M, B), N, HV)
     of_block = WalkSizes(has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, makes)
     if has_transitions == 1:

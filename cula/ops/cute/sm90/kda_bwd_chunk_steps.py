@@ -28,7 +28,7 @@ from cula.ops.cute.common.tiles import BF16, F16, F32, I32
 from cula.ops.cute.kda_bwd_abi import OF_GATES, OF_STRENGTHS
 
 BLOCKS = 8  # of eight tokens
-HALF = 8192  # bytes of half of the columns of a tile [64, 128] in 16 bits
+HALF = 8192  # bytes of half of the columns of a tile [64, 128] in 16 bits, and of a square [64, 64]
 ROWS = 1024  # bytes of eight rows of it
 SWAP = (0, 1, 4, 5, 2, 3, 6, 7)  # from where `load_matrix`, transposed, puts two blocks to where accumulators have them, and back
 LARGEST_EXPONENT = 100.0  # of 2 in an activation: beyond, it is flat in float32, and its square would be infinite
@@ -63,12 +63,18 @@ class Strip(NamedTuple):
 
     def at(self, tile: Any) -> Any:
         """The address of our channels in a 16-bit tile [64, 128], for the first two blocks of tokens; see `lane_address`."""
-        return (lane_address(tile, 0, self.lane) + HALF * (self.wid >> 2)) ^ (32 * (self.wid & 3))
+        at_k = (lane_address(self.smem.k, 0, self.lane) + HALF * (self.wid >> 2)) ^ (32 * (self.wid & 3))
+        return at_k + self.from_k(tile)
 
     def at_one(self, tile: Any) -> Any:
         """The same for one block: sixteen lanes point to its rows, half of our channels each."""
-        row, side = self.lane % 8, self.lane // 8 % 2
-        return (I32(tile.iterator.toint()) + HALF * (self.wid >> 2) + 128 * row + 16 * (side ^ row)) ^ (32 * (self.wid & 3))
+        row, side, at_k = self.lane % 8, self.lane // 8 % 2, I32(self.smem.k.iterator.toint())
+        return ((at_k + HALF * (self.wid >> 2) + 128 * row + 16 * (side ^ row)) ^ (32 * (self.wid & 3))) + self.from_k(tile)
+
+    def from_k(self, tile: Any) -> Any:
+        """Bytes from the tile of k to another: a constant, so that one register has the addresses of all. Tiles begin at
+        multiples of what an exclusive or changes."""
+        return I32(tile.iterator.toint()) - I32(self.smem.k.iterator.toint())
 
 
 class Gate(NamedTuple):
@@ -331,26 +337,29 @@ def widened(a: cute.Tensor):
 
 
 @cute.jit
-def column_of_blocks(x: cutlass.Constexpr, which: cutlass.Constexpr, n: cutlass.Constexpr):
-    """Blocks (r, n) of dP (0) or dA (1) for r from n on, by r: a word each, [t = r, i = 2 c + ci]."""
-    tile, words = x.smem.scores[None, None, which], [None] * BLOCKS
-    at = (I32(tile.iterator.toint()) + 128 * x.lane + 16 * (x.lane % 8)) ^ (16 * n)
-    for first in (0, 4):
-        if cutlass.const_expr(first + 4 > n):
-            four = cute.recast_tensor(load_matrix(at + ROWS * first, F16), I32)
-            words[first : first + 4] = [four[i] for i in range(4)]
-    return words
+def blocks_of_a_column(x: cutlass.Constexpr, which: cutlass.Constexpr, n: cutlass.Constexpr, first: cutlass.Constexpr):
+    """Blocks (r, n) of dP (0) or dA (1) for four r from `first` on: a word each, [t = r, i = 2 c + ci]."""
+    at = (I32(x.smem.scores.iterator.toint()) + 128 * x.lane + 16 * (x.lane % 8)) ^ (16 * n)
+    return cute.recast_tensor(load_matrix(at + ROWS * first + HALF * which, F16), I32)
 
 
 @cute.jit
-def row_of_blocks(x: cutlass.Constexpr, which: cutlass.Constexpr, n: cutlass.Constexpr):
-    """Blocks (n, c) for c up to n, by c: a word each, [t = 2 c + ci, i = r]."""
-    tile, words = x.smem.scores[None, None, which], [None] * BLOCKS
-    at = I32(tile.iterator.toint()) + ROWS * n + 128 * (x.lane % 8) + 16 * ((x.lane // 8) ^ (x.lane % 8))
-    for first in (0, 4):
-        if cutlass.const_expr(first <= n):
-            four = cute.recast_tensor(load_matrix(at ^ (16 * first), F16, True), I32)
-            words[first : first + 4] = [four[i] for i in range(4)]
+def blocks_of_a_row(x: cutlass.Constexpr, which: cutlass.Constexpr, n: cutlass.Constexpr, first: cutlass.Constexpr):
+    """Blocks (n, c) for four c from `first` on, 0 or 4: a word each, [t = 2 c + ci, i = r]."""
+    at = I32(x.smem.scores.iterator.toint()) + 128 * (x.lane % 8) + 16 * ((x.lane // 8) ^ (x.lane % 8))
+    return cute.recast_tensor(load_matrix((at ^ (16 * first)) + ROWS * n + HALF * which, F16, True), I32)
+
+
+@cute.jit
+def diagonal_blocks(x: cutlass.Constexpr, n: cutlass.Constexpr):
+    """Block (n, n) of dP and of dA, as they lie and turned round. By themselves: what else four blocks bring is needed later."""
+    row, at = x.lane % 8, I32(x.smem.scores.iterator.toint())
+    at = ((at + 128 * row + 16 * row + HALF * (x.lane // 8 % 2)) ^ (16 * n)) + ROWS * n
+    words = []
+    for is_turned in (False, True):
+        both, atom = cute.make_rmem_tensor((4,), F16), cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_turned, 2), F16)
+        cute.copy(atom, shared_at(at, F16, 4, 16), cute.make_tensor(both.iterator, cute.make_layout((4, 1))))
+        words += [cute.recast_tensor(both, I32)[i] for i in range(2)]
     return words
 
 
@@ -463,7 +472,7 @@ def blocks_pass(
     places of k and q, the operand k e^R and the decay e^R; in `to_columns` what rows behind a block add to its columns, and in
     `behind` the decay over the blocks behind it.
     """
-    smem, decayed, passing = x.smem, [F32(1.0), F32(1.0)], [F32(0.0), F32(0.0)]
+    smem, passing = x.smem, [h[hi] if x.c == 0 else F32(0.0) for hi in range(2)]  # one of four lanes has it until they are added
     to_columns.fill(0.0)
     for n in cutlass.range_constexpr(BLOCKS):
         k, q, d = load_normed(x, smem.k, 0, n), load_normed(x, smem.q, 1, n), decays_of(x, n)
@@ -480,7 +489,6 @@ def blocks_pass(
         store_block(until16, x.at_one(smem.q), n, F16)
         right = widened(kr)
         for hi in cutlass.range_constexpr(2):
-            decayed[hi] = decayed[hi] * E[hi]
             passing[hi] = passing[hi] * E[hi] + right[2 * hi] * ac[2 * hi] + right[2 * hi + 1] * ac[2 * hi + 1]
         ql, kl = times(q16, since16), times(bk16, since16)
         qw, kw = widened(ql), widened(kl)
@@ -491,34 +499,67 @@ def blocks_pass(
             row = since[e] * of_k
             dk[e] = b[e % 2] * row + pair[e % 2] * q[e]
             db[e % 2] = db[e % 2] + k[e] * row
-        of_p, of_a = column_of_blocks(x, 0, n), column_of_blocks(x, 1, n)
-        for r in cutlass.range_constexpr(n + 1, BLOCKS):
-            for acc, words in ((aq, of_p), (ak, of_a)):
-                for e in cutlass.range_constexpr(4):
-                    acc[4 * r + e] = acc[4 * r + e] * E[e // 2]
-                add_product(x, acc, 4 * r, kr, words[r])
-        p_row, a_row = row_of_blocks(x, 0, n), row_of_blocks(x, 1, n)
-        for c in cutlass.range_constexpr(n):
-            part = cute.make_rmem_tensor((4,), F32)
-            part.fill(0.0)
-            add_product(x, part, 0, ql, p_row[c])
-            add_product(x, part, 0, kl, a_row[c])
-            for e in cutlass.range_constexpr(4):
-                to_columns[4 * c + e] = to_columns[4 * c + e] + behind[c][e // 2] * part[e]
-            behind[c] = [behind[c][hi] * E[hi] for hi in range(2)]
-        words = of_p[n], of_a[n], p_row[n], a_row[n]
-        for s in (4, 2):
-            add_level(x, s, d, of, words, grads)
+        words = diagonal_blocks(x, n)
         add_neighbours(x, d, of, words, grads)
+        for s in (2, 4):
+            add_level(x, s, d, of, words, grads)
         if x.is_activated:
             leave_sums(x, db, OF_STRENGTHS, n)
         store_block(dq, x.at_one(smem.dq), n, F16)
         store_block(dk, x.at_one(smem.dk), n, F16)
+        for first in (0, 4):
+            if cutlass.const_expr(first < n):
+                add_columns(x, to_columns, behind, ql, kl, E, n, first)
+        for first in (0, 4):
+            if cutlass.const_expr(first + 3 > n):
+                add_rows(x, aq, ak, kr, E, n, first)
     for hi in cutlass.range_constexpr(2):
         total = passing[hi]
         for off in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, offset=off)
-        h[hi] = h[hi] * decayed[hi] + total
+        h[hi] = total
+
+
+@cute.jit
+def add_rows(
+    x: cutlass.Constexpr,
+    aq: cute.Tensor,
+    ak: cute.Tensor,
+    kr: cute.Tensor,
+    E: cutlass.Constexpr,
+    n: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
+    """What rows behind block n, of four blocks, read of it."""
+    of_p, of_a = [blocks_of_a_column(x, which, n, first) for which in range(2)]
+    for r in cutlass.range_constexpr(max(first, n + 1), first + 4):
+        for acc, words in ((aq, of_p), (ak, of_a)):
+            for e in cutlass.range_constexpr(4):
+                acc[4 * r + e] = acc[4 * r + e] * E[e // 2]
+            add_product(x, acc, 4 * r, kr, words[r - first])
+
+
+@cute.jit
+def add_columns(
+    x: cutlass.Constexpr,
+    to_columns: cute.Tensor,
+    behind: cutlass.Constexpr,
+    ql: cute.Tensor,
+    kl: cute.Tensor,
+    E: cutlass.Constexpr,
+    n: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
+    """What rows of block n write to columns before it, of four blocks."""
+    of_p, of_a = [blocks_of_a_row(x, which, n, first) for which in range(2)]
+    for c in cutlass.range_constexpr(first, min(first + 4, n)):
+        part = cute.make_rmem_tensor((4,), F32)
+        part.fill(0.0)
+        add_product(x, part, 0, ql, of_p[c - first])
+        add_product(x, part, 0, kl, of_a[c - first])
+        for e in cutlass.range_constexpr(4):
+            to_columns[4 * c + e] = to_columns[4 * c + e] + behind[c][e // 2] * part[e]
+        behind[c] = [behind[c][hi] * E[hi] for hi in range(2)]
 
 
 def column_at(x: Strip, n: int) -> Any:
