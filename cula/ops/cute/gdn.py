@@ -35,6 +35,7 @@ from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
 from cula.ops.cute.gdn_bwd import gdn_bwd, record_gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
+from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.launch import Source, record
 from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
@@ -225,7 +226,7 @@ def _resize(
     def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made is None or made.kernel != schedule.kernel:
+        if made is None or made.kernel != schedule.kernel or are_too_many(kda_problem(other)):
             return None
         size = made.workspace_bytes(N * HV)
         if bool(size) != has_workspace:
