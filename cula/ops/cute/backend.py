@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 
 from cula.core.checks import dtype_name
 from cula.core.dispatch import AnyProblem, Backend
-from cula.gdn.problem import GdnProblem, kda_problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import ALL, Arch
-from cula.ops.cute.archs import ARCHS, arch_of
-from cula.ops.cute.gdn_schedule import schedule
+from cula.ops.cute.archs import ARCHS
 from cula.ops.cute.kda_schedule import keeps_tiles
-from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain import loader
 
 
@@ -40,7 +38,6 @@ def why_not(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 def self_check(arch: Arch, op: str, problem: AnyProblem, may_run: bool) -> str | None:
     """What is missing to load kernels, whether those of a call compile where they have to, and whether those that have never run
     on hardware do as they should on this machine."""
-    problem = _of_kernels(problem)
     assert problem.sm is not None
     reason = loader.missing(arch.targets[problem.sm])
     if reason is None and may_run:
@@ -62,14 +59,18 @@ def _new_kernels(arch: Arch, op: str, problem: AnyProblem) -> tuple[str, ...]:
 
 def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
-    problem = _of_kernels(problem, num_sms)
-    return importlib.import_module(f"cula.ops.cute.{problem.family}").kernels(op, problem, num_sms)
+    return _host(problem).kernels(op, problem, num_sms)
 
 
 def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
     """Whether there are kernels that are used for a call, wherever they are to come from."""
-    module = importlib.import_module(f"cula.ops.cute.{problem.family}")
-    return why_not(arch, op, problem) is None and module.why_not(op, problem) is module.yields_to(op, problem) is None
+    host = _host(problem)
+    return why_not(arch, op, problem) is None and host.why_not(op, problem) is host.yields_to(op, problem) is None
+
+
+def _host(problem: AnyProblem) -> Any:
+    """The module that launches a family's kernels."""
+    return importlib.import_module(f"cula.ops.cute.{problem.family}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,33 +93,12 @@ def _num_sms(problem: AnyProblem) -> int | None:
 
 def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
     """What a call does on the GPU at hand, for `cula.explain`."""
-    problem = _of_kernels(problem)
-    found = _spread(op, problem)
+    num_sms = _num_sms(problem)
+    found = None if num_sms is None else _host(problem).spread(op, problem, num_sms)
     if not _new_kernels(arch, op, problem) or arch.new == ALL:  # otherwise its summary says it
         return found
     new = "by a kernel that never ran on hardware: it is compared with torch at its first use on a machine"
     return new if found is None else f"{found}; {new}"
-
-
-def _spread(op: str, problem: AnyProblem) -> str | None:
-    """How a call is spread over the GPU at hand, where there is a choice."""
-    num_sms = _num_sms(problem)
-    if op.endswith("_bwd") or not isinstance(problem, (KdaProblem, GdnProblem)) or num_sms is None:
-        return None
-    from cula.ops.cute import gdn, kda  # see above
-
-    if isinstance(problem, KdaProblem):
-        return kda.how(problem, num_sms)
-    return gdn.how(problem, num_sms) if gdn.is_own(problem, num_sms) else kda.how(kda_problem(problem), num_sms)
-
-
-def _of_kernels(problem: AnyProblem, num_sms: int | None = None) -> AnyProblem:
-    """The call that the kernels serve, on the GPU at hand where nothing else is said: a prefill of GDN that its own kernel does
-    not take is KDA's with one gate a head. On Hopper `gdn.py` hands those on, and names their kernels."""
-    if not isinstance(problem, GdnProblem) or problem.sm in HOPPER.targets:
-        return problem
-    num_sms = num_sms or _num_sms(problem) or arch_of(problem.sm).num_sms[-1]
-    return problem if schedule(problem, num_sms) is not None else kda_problem(problem)
 
 
 def keeps(problem: AnyProblem) -> bool:

@@ -49,7 +49,6 @@ __all__ = [
     "gdn_fwd_pool",
     "gdn_state_grad",
     "gdn_transition",
-    "how",
     "kernels",
     "pool_why_not",
     "record_gdn_bwd",
@@ -58,6 +57,7 @@ __all__ = [
     "record_gdn_fwd_checkpoints",
     "record_gdn_fwd_pool",
     "run",
+    "spread",
     "variant",
     "why_not",
     "yields_to",
@@ -72,11 +72,6 @@ gdn_transition, gdn_state_grad = by_kda(kda.kda_transition), by_kda(kda.kda_stat
 _kda_fwd, _record_kda_fwd = by_kda(kda.kda_fwd), by_kda(kda.record_kda_fwd)
 _kda_fwd_pool, _record_kda_fwd_pool = by_kda(kda.kda_fwd_pool), by_kda(kda.record_kda_fwd_pool)
 gdn_fwd_checkpoints, record_gdn_fwd_checkpoints = by_kda(kda.kda_fwd_checkpoints), by_kda(kda.record_kda_fwd_checkpoints)
-
-
-def is_own(problem: GdnProblem, num_sms: int) -> bool:
-    """Whether a kernel of its own serves a call on a GPU with so many SMs, and not KDA's."""
-    return make_schedule(problem, num_sms) is not None
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -111,6 +106,14 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
         return kda.kernels(op.replace("gdn", "kda"), kda_problem(problem), num_sms)
     schedule = make_schedule(problem, num_sms)
     return kda.kernels("kda_fwd", kda_problem(problem), num_sms) if schedule is None else (variant(problem, schedule),)
+
+
+def spread(op: str, problem: Any, num_sms: int) -> str | None:
+    """How a prefill is spread over a GPU with so many SMs, for `cula.explain`; None for other calls."""
+    if op != "gdn_fwd":
+        return None
+    own = make_schedule(problem, num_sms) is not None
+    return how(problem, num_sms) if own else kda.spread("kda_fwd", kda_problem(problem), num_sms)
 
 
 def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> Forward:

@@ -44,7 +44,6 @@ from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
     "checkpoints_why_not",
-    "how",
     "kda_bwd",
     "kda_decode",
     "kda_fwd",
@@ -61,6 +60,7 @@ __all__ = [
     "record_kda_fwd_pool",
     "record_kda_fwd_saved",
     "run",
+    "spread",
     "variant",
     "why_not",
     "yields_to",
@@ -100,6 +100,12 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     if op in backward.OPS:
         return (backward.variant(problem),)
     return tuple(_name(problem, which) for which in make_schedule(problem, num_sms).kernels)
+
+
+def spread(op: str, problem: Any, num_sms: int) -> str | None:
+    """How a prefill is spread over a GPU with so many SMs, for `cula.explain`; None for other calls, of which there is nothing to
+    tell."""
+    return how(problem, num_sms) if op == "kda_fwd" else None
 
 
 def _name(problem: KdaProblem, which: str) -> str:

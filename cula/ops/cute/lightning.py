@@ -49,6 +49,7 @@ __all__ = [
     "record_lightning_fwd",
     "record_lightning_fwd_pool",
     "run",
+    "spread",
     "why_not",
     "yields_to",
 ]
@@ -174,6 +175,15 @@ def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     if op == "lightning_bwd":
         return backward.names(choose_schedule(problem, num_sms, BACKWARD))
     return _names(choose_schedule(problem, num_sms))
+
+
+def spread(op: str, problem: Any, num_sms: int) -> str | None:
+    """How a prefill is spread over a GPU with so many SMs, for `cula.explain`; None for other calls."""
+    if op != "lightning_fwd":
+        return None
+    made = choose_schedule(problem, num_sms)
+    parts = f"two kernels, segments of {made.segment} tokens" if made.segment else "one kernel, whole sequences"
+    return f"{parts}, on {made.num_blocks} blocks"
 
 
 def _names(schedule: Schedule) -> tuple[str, ...]:

@@ -293,8 +293,10 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
 
 
 def test_states_inside_of_sequences_are_for_kdas_kernels():
-    assert gdn.is_own(TABLE, NUM_SMS)
-    assert not gdn.is_own(dataclasses.replace(TABLE, options=GdnOptions(return_intermediate_states=True)), NUM_SMS)
+    keeps = dataclasses.replace(TABLE, options=GdnOptions(use_qk_l2norm_in_kernel=True, return_intermediate_states=True))
+    for p, name in ((TABLE, "gdn_f16_half"), (keeps, "kda_f16_log_f32_scalar")):
+        assert gdn.kernels("gdn_fwd", p, NUM_SMS) == (name,)
+        assert ("pairs of blocks" in gdn.spread("gdn_fwd", p, NUM_SMS)) == (p is TABLE)
 
 
 # Recorded calls
