@@ -147,3 +147,33 @@ def test_what_is_asked_for_early_is_a_hint(call, late):
     torch.cuda.synchronize()
     assert torch.equal(got, want)
     assert torch.equal(pool, after)
+
+
+EVEN, UNEVEN = (512,) * 8, (3000, 0, 100, 1, 500, 95, 200, 200)
+
+
+@pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_lengths_that_the_kernel_in_front_writes_late_decide(lengths):
+    """On Hopper which of the kernels serve a call: those that find nothing to do do not wait before they read lengths."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no kernel is launched early on this GPU")
+    call = KDA.with_(lens=lengths, H=16, HV=16)
+    x = call.tensors("cuda")
+    named, cu, zero = x["cu_seqlens"].clone(), x["cu_seqlens"], torch.zeros(1, device="cuda")
+    before = torch.tensor([0, *(UNEVEN if lengths == EVEN else EVEN)], device="cuda").cumsum(0).int()
+    run = lambda: cula.cula_kda(**x, **call.switches(), safe_gate=True, output_final_state=True)
+    write = lambda: write_late[(1,)](named, cu, zero, cu.numel(), ROUNDS=ROUNDS, BLOCK=16)
+    for _ in range(2):  # the second call is by a plan
+        want = [t.clone() for t in run()]
+    write()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write()
+        got = run()
+    for _ in range(20):
+        cu.copy_(before)
+        for t in got:
+            t.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
