@@ -115,6 +115,15 @@ def test_few_long_sequences_are_split_and_many_are_not():
     assert not schedule(B=64, N=64, T=1024).segment
 
 
+def test_how_a_call_is_spread_is_told():
+    few, many = dataclasses.replace(HOPPER, T=131072, H=8, HV=8), dataclasses.replace(HOPPER, B=64, N=64, T=1024)
+    made = choose_schedule(few, NUM_SMS)
+    told = f"two kernels, segments of {made.segment} tokens, on {made.num_blocks} blocks"
+    assert lightning.spread("lightning_fwd", few, NUM_SMS) == told
+    assert lightning.spread("lightning_fwd", many, NUM_SMS).startswith("one kernel, whole sequences, on 132 blocks")
+    assert lightning.spread("lightning_bwd", few, NUM_SMS) is None
+
+
 def test_a_batch_invariant_sequence_is_split_by_its_own_length():
     def made(is_invariant):
         options = HOPPER.options._replace(batch_invariant=is_invariant)
