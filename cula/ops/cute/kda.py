@@ -20,6 +20,7 @@ from cula.core.constants import CHUNK
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Checkpoints, Forward, Pool
 from cula.core.pool import Serving
+from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import by_chunks, prefill_labels, resized
 from cula.core.replay.torch_internals import Form, form_of
@@ -32,7 +33,7 @@ from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as kda_decode
 from cula.ops.cute.decode import record_decode as record_kda_decode
 from cula.ops.cute.decode import yields_to
-from cula.ops.cute.kda_abi import K, Kept, V, beta_top
+from cula.ops.cute.kda_abi import K, Kept, V
 from cula.ops.cute.kda_bwd import kda_bwd, kda_state_grad, kda_transition, record_kda_bwd
 from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, has_backward, how, keeps_tiles, schedule_on, variant
 from cula.ops.cute.kda_schedule import schedule as make_schedule

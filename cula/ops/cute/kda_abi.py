@@ -35,7 +35,6 @@ from __future__ import annotations
 import enum
 
 from cula.core.constants import CHUNK
-from cula.kda.problem import KdaOptions
 from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
 from cula.ops.cute.states_abi import KINDS_OF_STATES, SLOTS, STEPS
 
@@ -70,12 +69,6 @@ FUSED = Abi("fused_kda", _TENSORS, _SLOTS, _STRIDES, _STATES, _PROBLEM, i32("clu
 def of_gates(abi: Abi, has_scalar_gate: bool, g_bytes: int) -> Abi:
     """The description for gates of so many bytes: one a head is read by itself, gates of channels are read by TMA."""
     return abi.with_alignment(g=g_bytes) if has_scalar_gate else abi
-
-
-def beta_top(options: KdaOptions) -> float:
-    if not options.use_beta_sigmoid_in_kernel:
-        return 0.0
-    return 2.0 if options.allow_neg_eigval else 1.0
 
 
 # The workspace. A record is a chunk's of one head. A segment's transition, S <- M S + B, is one head's too.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
 from cula.core.replay.sizes import SECOND, prefill_labels, resized
 from cula.core.replay.torch_internals import Form
@@ -24,7 +25,7 @@ from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
-from cula.ops.cute.kda_abi import K, V, beta_top, of_gates
+from cula.ops.cute.kda_abi import K, V, of_gates
 from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, tiles_bytes, workspace_bytes
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many
