@@ -111,7 +111,7 @@ def test_kernels_wait_before_they_touch_memory(name):
         # Both kernels first look at lengths, where the fused one is in front of them, which has waited before it let them start.
         # They end there, or go on to a wait of their own.
         bodies = [body.partition(" exit;") for body in (first, *others)]
-        loads = ["ld.global.b32", "ld.global.b32"]
+        loads = ["ld.relaxed.gpu.global.b32"] * 2
         assert [accesses_before_waiting(look) for look, _, _ in bodies] == [[*loads, "griddepcontrol.launch_dependents"], loads]
         first, *others = [f".entry {rest}" for _, _, rest in bodies]
     assert accesses_before_waiting(first) == hints
