@@ -1,11 +1,11 @@
-# make demo | test | test-hopper | test-slow | fuzz | lint | format | docs | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
+# make demo | test | test-slow | fuzz | lint | format | docs | wheel | bench-pages: each makes .venv and installs what it needs; quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHONS ?= $(BIN)/python  # that a wheel has native code for
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
-.PHONY: demo test test-hopper test-slow fuzz lint format docs wheel bench-pages clean
+.PHONY: demo test test-slow fuzz lint format docs wheel bench-pages clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -14,10 +14,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
-test-hopper: $(VENV)/installed  # every Hopper kernel compiled, and looked at
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow -k 'sm_90a and not many' tests/ops/cute/test_compile.py
-
-test-slow: $(VENV)/installed  # the others: every kernel for every architecture, rarer variants, more orders of work
+test-slow: $(VENV)/installed  # the others, a quarter of an hour: every kernel for every architecture, rarer variants, more orders of work
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: $(VENV)/installed  # a minute of calls drawn at random, against float64

@@ -24,8 +24,7 @@ STACK = {"bwd_kda": 256}
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
 PARTS = 4  # of the package's own kernels, for workers to share
 MANY = ("cula.ops.cute.sm90.kda_bwd",)  # modules with so many variants that most are for those who have time
-# All of them take minutes: `make test-hopper` has those of Hopper, `make test-slow` the others too. What other tests simulate
-# compiles there.
+# All of them take minutes: `make test-slow` has those. What other tests simulate compiles there.
 CASES = [
     pytest.param(arch, others, (i, PARTS), id=f"{arch}-{i}", marks=pytest.mark.slow)
     for arch, modules in MODULES.items()
