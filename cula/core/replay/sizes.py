@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cula.core.constants import CHUNK
 from cula.core.replay.record import Resized
+from cula.core.replay.torch_internals import Form
 
 # Sizes of a batch are B and T, those of packed sequences T and N.
 FIRST, SECOND = 1, 2
@@ -19,8 +20,14 @@ CAPACITY = 1 << 16  # schedules
 NUM_LENGTHS = 3  # of the arguments that follow from sizes, those that are no schedule: T, N, length
 
 ProblemT = TypeVar("ProblemT")
-# The arguments of a launch that follow from sizes, lengths first, and the workspace.
-Scheduled = tuple[tuple[int, ...], Callable[[int], Tensor] | None]
+
+
+class Scheduled(NamedTuple):
+    """What follows from a call's sizes."""
+
+    numbers: tuple[int, ...]  # arguments of the launches, lengths first
+    workspace: Callable[[int], Tensor] | None
+    saved: tuple[Form, ...] = ()  # what a forward makes for the backward
 
 
 def prefill_labels(x: Any, serving: Any, token_inputs: tuple[str, ...], is_packed: bool) -> tuple[tuple[int, ...] | None, ...]:
@@ -67,10 +74,10 @@ def prefill_resize(
         found = scheduled(B, T, N) if T and N else None
         if found is None:
             return None
-        numbers, work = found
         o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), dtype) if place_of_out is None else place_of_out
         ht = ((N, HV, V, K), (HV * V * K, V * K, K, 1), torch.float32) if has_ht else None
-        return Resized((B * T, N, 0 if is_packed else T, *numbers[NUM_LENGTHS:]), (o, ht), work)
+        numbers = (B * T, N, 0 if is_packed else T, *found.numbers[NUM_LENGTHS:])
+        return Resized(numbers, (o, ht, *found.saved), found.workspace)
 
     return resize
 

@@ -234,7 +234,7 @@ def _resize(
         size = made.workspace_bytes(N * HV)
         if bool(size) != has_workspace:
             return None
-        return tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None
+        return Scheduled(tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None)
 
     return prefill_resize(p, schedule_of, place_of_out, has_ht)
 

@@ -22,7 +22,7 @@ from cula.core.kernels import Checkpoints, Forward, Pool
 from cula.core.pool import Serving
 from cula.core.problem import beta_top
 from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import by_chunks, prefill_labels, resized
+from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
 from cula.core.replay.torch_internals import Form, form_of
 from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaInputs, KdaProblem
@@ -66,8 +66,6 @@ __all__ = [
     "why_not",
     "yields_to",
 ]
-
-NUM_LENGTHS = 3  # of the arguments that follow from lengths, those that are no schedule: T, N, length
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -273,45 +271,29 @@ def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, ke
         launches.append(record(_abi(p, which), _kernel(p, which), of_kernel, numbers | sizes, tuple(_all_sizes(p, schedule))))
     outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht), *_saved_form(size) * saves)
     labels = prefill_labels(x, serving, ("q", "k", "v", "g", "beta"), p.is_packed)
-    resize = _resize(p, device, schedule.kernels, out is None, of["out"], ht is not None)
+    resize = _resize(p, device, schedule.kernels, None if out is None else of["out"], ht is not None)
     return LaunchRecord(device.index, tuple(launches), outputs, work, sizes=Sizes(labels, resize))
 
 
 def _resize(
-    p: KdaProblem, device: torch.device, kernels: tuple[str, ...], makes_o: bool, place_of_out: int, has_ht: bool
+    p: KdaProblem, device: torch.device, kernels: tuple[str, ...], place_of_out: int | None, has_ht: bool
 ) -> Callable[[int, int], Resized | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
-    num_sms, is_packed, HV, saves = sms_of(device), p.is_packed, p.HV, keeps_tiles(p)
-    of_ht = (HV * V * K, V * K, K, 1)
+    num_sms, saves = sms_of(device), keeps_tiles(p)
 
-    def schedule_of(B: int, T: int, N: int) -> tuple[tuple[int, ...], int] | None:
-        """The schedule's arguments and the workspace's bytes; None where other kernels serve such a call."""
+    def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made.kernels != kernels:
+        if made.kernels != kernels or are_too_many(other):
             return None
-        return tuple(_all_sizes(other, made).values())[NUM_LENGTHS:], made.workspace_bytes(HV)
-
-    scheduled = by_chunks(schedule_of)
-
-    def resize(first: int, second: int) -> Resized | None:
-        B, T, N = (1, first, second) if is_packed else (first, second, first)
-        tokens = B * T
-        if not (tokens and N) or are_too_many(resized(p, B, T, N)):
-            return None
-        found = scheduled(B, T, N)
-        if found is None:
-            return None
-        numbers, size = found
+        size = made.workspace_bytes(p.HV)
         work = None if saves or not size else workspace(device.index, size)
-        o = ((B, T, HV, V), (T * HV * V, HV * V, V, 1), torch.bfloat16) if makes_o else place_of_out
-        ht = ((N, HV, V, K), of_ht, torch.float32) if has_ht else None
-        return Resized((tokens, N, 0 if is_packed else T, *numbers), (o, ht, *_saved_form(size) * saves), work)
+        return Scheduled(tuple(_all_sizes(other, made).values()), work, _saved_form(size) * saves)
 
-    return resize
+    return prefill_resize(p, schedule_of, place_of_out, has_ht)
 
 
-def _saved_form(size: int) -> tuple[Form]:
+def _saved_form(size: int) -> tuple[Form, ...]:
     """That of a workspace of so many bytes that is saved."""
     return (((size,), (1,), torch.uint8),)
 

@@ -152,7 +152,7 @@ def _resize(
         made = choose_schedule(other, num_sms)
         if made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
             return None
-        return tuple(_sizes(other, made).values()), _seeds(other, device, made)
+        return Scheduled(tuple(_sizes(other, made).values()), _seeds(other, device, made))
 
     return prefill_resize(p, schedule_of, place_of_out, has_ht)
 
