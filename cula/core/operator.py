@@ -73,7 +73,7 @@ def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor |
     done = NotImplemented if make is None else replay.run(tensors, static_args)
     if done is not None and done is not NotImplemented:
         o, final_state, *saved = done
-        return o, final_state, tuple(saved)
+        return o, final_state, tuple(saved) if choice.shares_saved else ()  # another backend's backward would take it for its own
     with running_on(x.q):
         result = choice.backend.load(name, f"{name}_fwd")(problem, x)
         if done is NotImplemented and make is not None:

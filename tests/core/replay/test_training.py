@@ -2,12 +2,16 @@
 """Training steps by records: the same gradients as the long way, bit for bit. On a GPU; what is recorded is tested without one in
 `tests/ops/triton/test_recording.py`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import cula
+from cula.core import operator
 from cula.core.family import FAMILIES
 from cula.core.replay.cache import ReplayCache
+from cula.kda.problem import KdaInputs, KdaOptions
 from tests.support.calls import KdaCall, LightningCall
 
 NAMES = {"q": "Q", "k": "K", "v": "V"}
@@ -42,6 +46,17 @@ def step(call, seed, backend, **options):
     torch.manual_seed(seed)
     given = [torch.randn_like(o), torch.randn_like(state)]
     return [o, state, *torch.autograd.grad([o, state], list(leaves.values()), given)]
+
+
+@pytest.mark.parametrize("shares_saved", [False, True])
+def test_what_a_record_saves_is_for_the_same_backend(monkeypatch, shares_saved):
+    """A forward may keep more, and the backward be another backend's after all: that is not handed what it did not make."""
+    call = KdaCall(T=3)
+    problem, x = FAMILIES["kda"].check(KdaInputs(**call.tensors()), KdaOptions(**call.switches()), "cula_kda")
+    o, saved = torch.zeros(1), torch.ones(1)
+    monkeypatch.setattr(ReplayCache, "run", lambda self, tensors, static_args: (o, None, saved))
+    choice = SimpleNamespace(name="cute_sm90", shares_saved=shares_saved, backend=SimpleNamespace(find=lambda *names: print))
+    assert operator._forward(problem, choice, x) == (o, None, (saved,) if shares_saved else ())
 
 
 @pytest.mark.gpu
