@@ -30,9 +30,8 @@ from cula.ops.cute.kda_abi import BOUND, LARGEST
 
 MAX_WARM_UP = 4  # chunks that a segment may run over before its own
 FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
-ROUNDING = (
-    0.05  # log2 of what the recurrence's own roundings, and those of the bound, may add to a chunk's; or a chain's, to a step's
-)
+# log2 of what the recurrence's roundings, and those of the bound, may add to that of a chunk; or those of a chain to a step's.
+ROUNDING = 0.05
 
 
 @cute.jit
