@@ -86,6 +86,34 @@ def test_a_failure_is_said_and_not_kept(gpu):
         assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
 
 
+def test_half_a_result_is_none(gpu):
+    """As a full disk or a process that was ended in between would leave it: neither raised, nor kept."""
+    path = self_check._path(NAME, "sm_100a", "NVIDIA B200")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"err')
+    assert self_check.known(NAME, "sm_100a", "NVIDIA B200") is None
+    made = gpu(error=1e-3)
+    with pytest.warns(UserWarning, match="never run on hardware"):
+        assert choose("kda_fwd", BLACKWELL).name == "cute_sm100"
+    assert len(made) == 1
+    assert self_check.known(NAME, "sm_100a", "NVIDIA B200") == {"error": 1e-3}
+
+
+def test_torch_is_compared_with_without_tf32(monkeypatch, tmp_path):
+    """Which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in some containers, would have its float32 products be."""
+    seen = []
+    monkeypatch.setattr(self_check, "worst_error", lambda *_: seen.append(torch.get_float32_matmul_precision()) or 0.0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        self_check.main([NAME, "0", str(tmp_path / "found.json")])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"]
+
+
 def test_explaining_a_call_starts_nothing(gpu):
     """It goes by what this machine has found before; until then the kernel is named, which will compare itself."""
     made = gpu(error=3e-2)

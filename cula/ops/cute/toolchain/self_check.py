@@ -106,11 +106,13 @@ def recorded(name: str, arch: str, gpu_name: str, gpu: int) -> dict:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):  # other ranks wait for the first
-            if path.is_file():
-                return json.loads(path.read_text())
+            if (kept := _read(path)) is not None:
+                return kept
             found = _measure(name, arch, gpu)
             if "error" in found:  # a failure may be the machine's and pass
-                path.write_text(json.dumps(found))
+                whole = path.with_suffix(f".{os.getpid()}")  # appears whole or not at all, to those who read without the lock
+                whole.write_text(json.dumps(found))
+                whole.replace(path)
             return found
     except OSError:  # no place to keep it: once a process, then
         return _measure(name, arch, gpu)
@@ -118,8 +120,15 @@ def recorded(name: str, arch: str, gpu_name: str, gpu: int) -> dict:
 
 def known(name: str, arch: str, gpu_name: str) -> dict | None:
     """What the check found on this machine, if it has run."""
-    path = _path(name, arch, gpu_name)
-    return json.loads(path.read_text()) if path.is_file() else None
+    return _read(_path(name, arch, gpu_name))
+
+
+def _read(path: Path) -> dict | None:
+    """What is kept there; None if nothing is, or only a part of it: a full disk, or a process that was ended, leaves that."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 def _path(name: str, arch: str, gpu_name: str) -> Path:
@@ -159,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("gpu", type=int)
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
+    torch.set_float32_matmul_precision("highest")  # torch's side is what is right, whatever the environment says of TF32
     device = torch.device("cuda", args.gpu)
     torch.cuda.set_device(device)
     args.out.write_text(json.dumps({"error": worst_error(args.kernel, device, torch.cuda.get_device_capability(device))}))
