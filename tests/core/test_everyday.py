@@ -16,6 +16,7 @@ from cula.core import checks, dispatch
 from cula.ops.torch import kda as torch_kda
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
+from tests.support.slow import slow_but
 
 NAMES = {"q": "Q", "k": "K", "v": "V"}
 
@@ -50,7 +51,7 @@ def call(request, device):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_autocast_changes_nothing(backend, device, call, dtype):
     leaves = ("q", "k", "v", "g", "beta", "initial_state")
     results = []
@@ -227,7 +228,7 @@ def test_a_graph_runs_backward_twice(backend, call):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", slow_but([False, True], [False]))
 def test_activation_checkpointing(backend, device, use_reentrant):
     results = []
     for again in (False, True):
@@ -252,7 +253,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("kind", slow_but(GRADIENTS, ["a transposed view"]))
 def test_gradients_come_in_any_layout(backend, call, kind):
     leaves = ("q", "k", "v", "initial_state")
     t, (o, state) = call(backend, leaves)

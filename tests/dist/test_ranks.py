@@ -33,8 +33,11 @@ def results_of(world: int) -> dict[str, list[dict[str, Any]]]:
     return once_a_run(f"ranks-{world}", lambda: run_cases(*MODULES, world=world))
 
 
-def all_cases(module: str) -> list[tuple[int, str]]:
-    return [(world, name) for world in WORLDS for name in importlib.import_module(f"tests.dist.{module}").cases(world)]
+def all_cases(module: str) -> list:
+    """Those of four processes are slow. All but meshes, which need four, run with two as well."""
+    marks = {2: [], 4: [pytest.mark.slow]}
+    cases = importlib.import_module(f"tests.dist.{module}").cases
+    return [pytest.param(world, name, marks=marks[world]) for world in WORLDS for name in cases(world)]
 
 
 @pytest.mark.parametrize(("world", "name"), all_cases("cp_cases"))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -13,6 +14,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from tiny_lm import TinyLM  # noqa: E402
 
 
+@pytest.mark.slow
 def test_demo_runs_and_every_step_is_ok(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--train-seconds", "2", "--prompt-tokens", "300"]
     run = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)

@@ -25,6 +25,7 @@ def test_hugging_face_models_give_the_same_tokens():
     assert said.count("the same tokens") == 2 and "(0 calls)" not in said
 
 
+@pytest.mark.slow
 def test_a_model_of_fla_learns():
     pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
     said = run("train_fla_model.py", "--model", "gdn", "--steps", "6", "--tokens", "70")

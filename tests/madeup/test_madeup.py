@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow import slow_but
+
 ROOT = Path(__file__).parents[2]
 PARTS = ("checks dispatch explain autograd pools decode bench", "operators compile", "ranks")  # a process for each line
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", slow_but(PARTS, PARTS[:2]))
 def test_a_made_up_family_gets(parts):
     command = [sys.executable, "-m", "tests.madeup.parts", *parts.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

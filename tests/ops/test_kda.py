@@ -10,6 +10,7 @@ from cula.core.dispatch import select
 from cula.kda.problem import KdaInputs, KdaOptions, check_kda
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall
+from tests.support.slow import slow_but
 
 CALLS = [
     KdaCall(),
@@ -41,6 +42,10 @@ HALF_CALLS = [
     KdaCall(dtype=torch.bfloat16, gate="softplus", norm=True, beta="sigmoid", gate_dtype=torch.bfloat16),
     KdaCall(dtype=torch.float16, decay=5.0),
 ]
+
+
+RECOMPUTED = [KdaCall(), KdaCall(lens=(40, 70)), KdaCall(gate="softplus", K=60, V=44)]
+REPEATED = [KdaCall(T=66), KdaCall(lens=(3, 64, 40))]
 
 
 def run(call: KdaCall, backend: str, device, tensors=None, **kwargs):
@@ -79,7 +84,11 @@ def test_forward_matches_the_recurrence(backend, device, call):
         assert final_state is None
 
 
-@pytest.mark.parametrize("call", CALLS + HALF_CALLS, ids=str)
+# What a gradient takes besides: packed, each gate, head dims beside the tiles, 16 bits.
+QUICK_GRADIENTS = [CALLS[i] for i in (0, 1, 7, 8, 12, 15, 16, 20)] + HALF_CALLS[:1]
+
+
+@pytest.mark.parametrize("call", slow_but(CALLS + HALF_CALLS, QUICK_GRADIENTS), ids=str)
 def test_gradients_match_autograd_through_the_recurrence(backend, device, call):
     tensors = with_grad(call.tensors(device))
     want_o, want_state = run_reference(call, tensors)
@@ -99,7 +108,7 @@ def test_gradients_match_autograd_through_the_recurrence(backend, device, call):
         assert relative_error(got, want) < tolerance, f"d{name}: {relative_error(got, want):.1e} >= {tolerance:.0e}"
 
 
-@pytest.mark.parametrize("call", [KdaCall(), KdaCall(lens=(40, 70)), KdaCall(gate="softplus", K=60, V=44)], ids=str)
+@pytest.mark.parametrize("call", slow_but(RECOMPUTED, RECOMPUTED[:1]), ids=str)
 def test_disable_recompute_changes_no_bit(backend, device, call):
     grads = []
     for flag in (False, True):
@@ -111,7 +120,7 @@ def test_disable_recompute_changes_no_bit(backend, device, call):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("call", [KdaCall(T=66), KdaCall(lens=(3, 64, 40))], ids=str)
+@pytest.mark.parametrize("call", slow_but(REPEATED, REPEATED[:1]), ids=str)
 def test_two_runs_give_the_same_bits(backend, device, call):
     runs = []
     for _ in range(2):
@@ -123,7 +132,7 @@ def test_two_runs_give_the_same_bits(backend, device, call):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("cut", [1, 16, 37, 64, 69])
+@pytest.mark.parametrize("cut", slow_but([1, 16, 37, 64, 69], [37, 64]))
 @pytest.mark.parametrize("gate", ["log", "bounded"])
 def test_a_sequence_may_be_split_anywhere(backend, device, cut, gate):
     call = KdaCall(T=70, gate=gate)

@@ -24,6 +24,7 @@ from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build
 from cula.reference import relative_error
 from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.slow import slow_but
 from tests.support.variants import BLACKWELL_KDA, HOPPER_FUSED_KDA, HOPPER_KDA
 from tools import ptx
 
@@ -430,12 +431,12 @@ def test_what_is_forgotten_does_not_matter(interpreted, monkeypatch, sm):
     check_that_what_is_forgotten_does_not_matter(monkeypatch, "cpu", sm)
 
 
-@pytest.mark.parametrize("case", CHAINED, ids=str)
+@pytest.mark.parametrize("case", slow_but(CHAINED, [ANEW, CHAINED[6], CHAINED[8], CHAINED[9]]), ids=str)
 def test_chained_segments_interpreted(interpreted, case):
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("num_sms", [8, NUM_SMS])
+@pytest.mark.parametrize("num_sms", slow_but([8, NUM_SMS], [NUM_SMS]))
 def test_a_chained_sequence_is_split_anew(interpreted, num_sms):
     """It gives the bits of a call with the longer segments, whoever computes transitions, and not those with the shorter."""
     p, x = make(Case((600,), shift=-8.0), "cpu")

@@ -28,6 +28,7 @@ from tests.ops.cute.test_kda import (
     exact_transition,
     section_of_workspace,
 )
+from tests.support.slow import slow_but
 from tools.ptx import SimulationError, simulate
 from tools.ptx.mutate import replace, without
 
@@ -138,7 +139,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize("has_h0", [False, True])
+@pytest.mark.parametrize("has_h0", slow_but([False, True], [True]))
 @pytest.mark.parametrize("waits", [False, True], ids=["made before", "waits"])
 def test_a_chain_begins_where_all_before_is_forgotten(waits, has_h0):
     """Chains longer than a warp; norms that are nothing, infinite and not numbers; a first M where there is a first state."""
@@ -199,7 +200,7 @@ def who_knows(kind: str, sm=HOPPER_SM, is_normalised: bool = True) -> tuple[list
 
 
 @of_each
-@pytest.mark.parametrize("kind", SPEEDS)
+@pytest.mark.parametrize("kind", slow_but(SPEEDS, ["two segments forget"]))
 def test_chains_reach_back_as_far_as_norms_say(interpreted, kind, sm):
     """For each head as far as its own say."""
     knows, should = who_knows(kind, sm)
@@ -252,6 +253,7 @@ def check_that_what_chains_forget_does_not_matter(device: str, sm: tuple[int, in
     assert relative_error(ht, want_ht) < 1.1 * relative_error(whole_ht, want_ht)
 
 
+@pytest.mark.slow
 def test_gates_that_forget_nothing_give_the_bits_of_whole_chains(interpreted):
     results = []
     for edit in (None, BROKEN["nothing is forgotten"]):
@@ -265,8 +267,9 @@ def test_gates_that_forget_nothing_give_the_bits_of_whole_chains(interpreted):
 # Waits, races, kernels broken on purpose
 
 
-@pytest.mark.parametrize("order", ["late", pytest.param("early", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["a segment forgets", pytest.param("two segments forget", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("kind", SPEEDS)
 def test_chains_that_begin_late_have_no_races(interpreted, kind, order):
     interpreted(order, races=True)
     knows, should = who_knows(kind)
@@ -283,7 +286,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("what", slow_but(BROKEN, ["norms are not kept"]))
 def test_chains_that_begin_elsewhere_are_noticed(interpreted, what):
     interpreted(edit=BROKEN[what])
     knows, should = who_knows("two segments forget")

@@ -22,6 +22,7 @@ from tests.ops.cute.test_kda import (
     errors,
 )
 from tests.support.orders import in_each_order
+from tests.support.slow import slow_but
 from tools import ptx
 from tools.ptx.mutate import IS_OVER, MBARRIER_WAIT, replace
 
@@ -49,11 +50,13 @@ def test_order_of_asynchronous_work_does_not_matter_to_the_fused_kernel(interpre
     ("order", "edit"),
     [
         ("late", lambda text: text.replace("wgmma.wait_group.sync.aligned \t1;", "", 1)),
-        ("late", lambda text: re.sub(r"(wgmma\.mma_async[^;]*, )1;", r"\g<1>0;", text, count=40)),
-        ("late", lambda text: text.replace("0fC1C00000", "0f42C80000")),  # -24 -> 100
+        pytest.param(
+            "late", lambda text: re.sub(r"(wgmma\.mma_async[^;]*, )1;", r"\g<1>0;", text, count=40), marks=pytest.mark.slow
+        ),
+        pytest.param("late", lambda text: text.replace("0fC1C00000", "0f42C80000"), marks=pytest.mark.slow),  # -24 -> 100
         ("first", lambda text: text.replace("bar.sync \t0;", "", 4)),
-        ("late", lambda text: text.replace("bar.arrive 4, 288;", "")),
-        ("late", lambda text: text.replace("bar.arrive 4, 288;", "bar.sync 4, 288;")),
+        pytest.param("late", lambda text: text.replace("bar.arrive 4, 288;", ""), marks=pytest.mark.slow),
+        pytest.param("late", lambda text: text.replace("bar.arrive 4, 288;", "bar.sync 4, 288;"), marks=pytest.mark.slow),
     ],
     ids=[
         "a wait dropped",
@@ -86,7 +89,7 @@ WAITS = {"half_free": (0, "late"), "g": (1, "late"), "free": (2, "early"), "k, q
          "v_full": (8, "late"), "ready": (9, "early"), "arrived": (10, "early")}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WAITS)
+@pytest.mark.parametrize("what", slow_but(WAITS, ["free"]))
 def test_the_fused_kernel_waits_for_all_that_it_needs(interpreted, what):
     place, order = WAITS[what]
     interpreted(order, replace(MBARRIER_WAIT, IS_OVER, place))
@@ -121,7 +124,7 @@ def test_the_barriers_of_the_fused_kernel_are_all_counted(interpreted):
     assert len(re.findall(MBARRIER_WAIT, text)) == NUM_WAITS
 
 
-@pytest.mark.parametrize("places", NAMED, ids=str)
+@pytest.mark.parametrize("places", slow_but(NAMED, [(0,), (7, 9)]), ids=str)
 def test_the_fused_kernel_needs_every_named_barrier(interpreted, places):
     """Without any of them there is a race, whether or not an order of work lets it show in the numbers."""
     interpreted("early", replace(NAMED_BARRIER, "", *places), races=True)
@@ -140,7 +143,7 @@ def test_chained_segments_have_no_races(interpreted):
 NUM_SPLIT_WAITS = 10
 
 
-@pytest.mark.parametrize("place", range(NUM_SPLIT_WAITS))
+@pytest.mark.parametrize("place", slow_but(range(NUM_SPLIT_WAITS), [0]))
 def test_split_kernels_need_every_wait(interpreted, place):
     assert len(re.findall(MBARRIER_WAIT, ptx.compiled("kda_f16_gate_bf16").ptx)) == NUM_SPLIT_WAITS
     interpreted("early", replace(MBARRIER_WAIT, IS_OVER, place), races=True)
@@ -148,7 +151,7 @@ def test_split_kernels_need_every_wait(interpreted, place):
         errors(CHAINED_BY_ONE_BLOCK, "cpu")
 
 
-@pytest.mark.parametrize("place", range(NUM_WAITS))
+@pytest.mark.parametrize("place", slow_but(range(NUM_WAITS), [0]))
 def test_the_fused_kernel_needs_every_wait(interpreted, place):
     """Likewise, but that without one of them a barrier gets too many arrivals before anything else."""
     interpreted("early", replace(MBARRIER_WAIT, IS_OVER, place), races=True)
@@ -196,12 +199,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("what", slow_but(BROKEN, ["no wait for o", "a window one column on"]))
 def test_broken_blackwell_kernels_are_noticed(interpreted, what):
     interpreted("late", BROKEN[what])
     assert not is_right(BLACKWELL_SM, per_segment=100)
 
 
+@pytest.mark.slow
 def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkeypatch):
     error = lambda: self_check.worst_error("kda_f16_gate_bf16", torch.device("cpu"), BLACKWELL_SM)
     assert error() < 2.2e-3
@@ -210,7 +214,9 @@ def test_the_comparison_at_self_check_tells_right_from_wrong(interpreted, monkey
     assert not error() < self_check.LIMIT
 
 
-of_either = pytest.mark.parametrize("name", ["kda_f16_gate_bf16", "fused_kda_f16_gate_bf16"])
+of_either = pytest.mark.parametrize(
+    "name", ["kda_f16_gate_bf16", pytest.param("fused_kda_f16_gate_bf16", marks=pytest.mark.slow)]
+)
 
 
 def error_on_hopper(name: str) -> float:

@@ -15,16 +15,20 @@ from cula.ops.triton import launch
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHERS = (100, 103, 80, 120)  # architectures
+QUICK = (90, "first", 1)
 
 # Bytes a thread may spill. 16-bit kernels with head dims up to 128 are the ones that serve models; float32 (three products
 # for one) and 256 channels spill in the state kernels, which is accepted there and stated here.
 MAX_SPILL = {"16 bit, up to 128": 2000, "other": 24000}
 
 
-@pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize(
-    ("arch", "which"),
-    [(90, "first"), *(pytest.param(*slow, marks=pytest.mark.slow) for slow in [(90, "others"), *((a, "first") for a in OTHERS)])],
+    ("arch", "which", "part"),
+    [
+        pytest.param(arch, which, part, marks=[] if (arch, which, part) == QUICK else [pytest.mark.slow])
+        for arch, which in ((90, "first"), (90, "others"), *((a, "first") for a in OTHERS))
+        for part in (0, 1)
+    ],
 )
 def test_kernels_compile_and_fit(arch, which, part):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
