@@ -14,10 +14,8 @@ import torch
 
 from cula.core.checks import dtype_name
 from cula.core.dispatch import AnyProblem, Backend
-from cula.kda.problem import KdaProblem
 from cula.ops.cute.arch import ALL, Arch
 from cula.ops.cute.archs import ARCHS
-from cula.ops.cute.kda_schedule import keeps_tiles
 from cula.ops.cute.toolchain import loader
 
 
@@ -102,8 +100,8 @@ def how(arch: Arch, op: str, problem: AnyProblem) -> str | None:
 
 
 def keeps(problem: AnyProblem) -> bool:
-    """Whether a forward saves more for a backward of these kernels than its inputs: KDA's, where it is told to."""
-    return isinstance(problem, KdaProblem) and keeps_tiles(problem)
+    """Whether a forward saves more for a backward of these kernels than its inputs."""
+    return _host(problem).keeps(problem)
 
 
 def backend_of(arch: Arch) -> Backend:

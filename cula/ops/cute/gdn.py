@@ -49,6 +49,7 @@ __all__ = [
     "gdn_fwd_pool",
     "gdn_state_grad",
     "gdn_transition",
+    "keeps",
     "kernels",
     "pool_why_not",
     "record_gdn_bwd",
@@ -114,6 +115,11 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
         return None
     own = make_schedule(problem, num_sms) is not None
     return how(problem, num_sms) if own else kda.spread("kda_fwd", kda_problem(problem), num_sms)
+
+
+def keeps(problem: GdnProblem) -> bool:
+    """Whether a forward saves more for the backward than its inputs: its own kernels make no tiles."""
+    return False
 
 
 def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> Forward:

@@ -52,6 +52,7 @@ __all__ = [
     "kda_fwd_pool",
     "kda_state_grad",
     "kda_transition",
+    "keeps",
     "kernels",
     "pool_why_not",
     "record_kda_bwd",
@@ -105,6 +106,11 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
     """How a prefill is spread over a GPU with so many SMs, for `cula.explain`; None for other calls, of which there is nothing to
     tell."""
     return how(problem, num_sms) if op == "kda_fwd" else None
+
+
+def keeps(problem: KdaProblem) -> bool:
+    """Whether a forward saves more for the backward than its inputs: its workspace, where it is told to."""
+    return keeps_tiles(problem)
 
 
 def _name(problem: KdaProblem, which: str) -> str:

@@ -38,6 +38,7 @@ from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
+    "keeps",
     "kernels",
     "lightning_bwd",
     "lightning_decode",
@@ -184,6 +185,11 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
     made = choose_schedule(problem, num_sms)
     parts = f"two kernels, segments of {made.segment} tokens" if made.segment else "one kernel, whole sequences"
     return f"{parts}, on {made.num_blocks} blocks"
+
+
+def keeps(problem: LightningProblem) -> bool:
+    """Whether a forward saves more for the backward than its inputs: never."""
+    return False
 
 
 def _names(schedule: Schedule) -> tuple[str, ...]:
