@@ -125,7 +125,8 @@ def interpret(monkeypatch: Any, module: ModuleType) -> Callable[..., None]:
     """Have the host side of a backend, a module of `cula.ops.cute`, launch its kernels in the simulator, on CPU tensors.
 
     Args:
-        monkeypatch: pytest's. Replaced are three names that the module has imported: `load`, `stream_of` and `address`.
+        monkeypatch: pytest's. Replaced are `load` and `stream_of`, which the module has imported, and `address` where it is
+            asked for.
         module: what launches.
 
     Returns:
@@ -142,7 +143,7 @@ def interpret(monkeypatch: Any, module: ModuleType) -> Callable[..., None]:
         monkeypatch.setattr(module, "load", load)
 
     monkeypatch.setattr(module, "stream_of", lambda device: 0)
-    monkeypatch.setattr(module, "address", lambda t: 0 if t is None else Pointer(t))
+    monkeypatch.setattr("cula.ops.cute.launch.address", lambda t: 0 if t is None else Pointer(t))
     use()
     return use
 

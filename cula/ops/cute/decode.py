@@ -21,8 +21,8 @@ from cula.core.replay.torch_internals import form_of
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode_abi import TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag, decode_abi, steps_abi
-from cula.ops.cute.launch import record
-from cula.ops.cute.tensors import address, stream_of
+from cula.ops.cute.launch import Launch, Operand, places
+from cula.ops.cute.tensors import stream_of
 from cula.ops.cute.toolchain.loader import load
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -120,10 +120,7 @@ def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
     tensors = _named(problem, x, o)
     for key in _unreadable(problem, tensors):
         tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-    abi = _abi(problem)
-    numbers = abi.pack_numbers(_numbers(problem, tensors))
-    addresses = abi.pack_addresses({key: address(t) for key, t in tensors.items()})
-    load(name, target_of(problem.sm))(*addresses, *numbers, stream_of(o.device))
+    _launch(problem, x, tensors, name).now(stream_of(o.device))
     if (written := tensors["o"]) is not o and written is not None:
         o.copy_(written)
     return o
@@ -136,11 +133,16 @@ def record_decode(problem: DecodeProblem, x: Any, given: Any) -> LaunchRecord | 
     tensors = _named(problem, x, o)
     if _unreadable(problem, tensors):
         return None
-    fields = x._fields
-    sources = {key: fields.index(key) if key in fields else None for key in tensors} | {"o": ~0}
-    launch = record(_abi(problem), load(variant(problem), target_of(problem.sm)), sources, _numbers(problem, tensors))
-    outputs = (form_of(o) if x.out is None else fields.index("out"), fields.index("state"))
-    return LaunchRecord(o.device.index, (launch,), outputs)
+    launch, of = _launch(problem, x, tensors, variant(problem)), places(x)
+    outputs = (form_of(o) if x.out is None else of["out"], of["state"])
+    return LaunchRecord(o.device.index, (launch.recorded(),), outputs)
+
+
+def _launch(p: DecodeProblem, x: Any, tensors: Tensors, name: str) -> Launch:
+    """The launch of the kernel of that name."""
+    of = places(x) | {"o": ~0}
+    operands = {key: Operand(t, of.get(key)) for key, t in tensors.items()}
+    return Launch(_abi(p), load(name, target_of(p.sm)), operands, _numbers(p, tensors))
 
 
 def _output(x: Any) -> Tensor:

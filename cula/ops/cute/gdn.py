@@ -20,9 +20,8 @@ from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
 from cula.core.problem import beta_top
-from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
-from cula.core.replay.torch_internals import form_of
+from cula.core.replay.record import LaunchRecord
+from cula.core.replay.sizes import Scheduled, resized
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem, by_kda, kda_problem
 from cula.ops.cute import decode, kda
@@ -36,8 +35,8 @@ from cula.ops.cute.gdn_bwd import gdn_bwd, record_gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.kda_schedule import are_too_many
-from cula.ops.cute.launch import Source, record
-from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -161,15 +160,9 @@ def run(
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     x = x._replace(**{name: as_tokens(getattr(x, name)) for name in TOKENS})
-    tensors: dict[str, Tensor | None] = {name: getattr(x, name) for name in (*TOKENS, "A_log", "dt_bias")}
-    if x.dt_bias is None:
-        tensors["dt_bias"] = _no_bias(device, p.HV)
     size = schedule.workspace_bytes(p.N * p.HV)
-    tensors["workspace"] = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    tensors |= {"o": to, "h0": h0, "ht": ht, "cu": x.cu_seqlens, "read_from": read_from, "write_to": write_to}
-    addresses = GDN.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = GDN.pack_numbers(_numbers(p, x, schedule, to, h0, ht, write_to is not None, first_slot))
-    load(variant(p, schedule), target_of(p.sm))(*addresses, *numbers, stream_of(device))
+    work = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    _launch(p, x, schedule, to, (h0, ht), (read_from, write_to), first_slot, work).now(stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -207,28 +200,42 @@ def _record(
     first_slot: int = 0,
 ) -> LaunchRecord | None:
     """A record of a call with these states, first and last; ht is one that it makes."""
-    device, out, is_indexed = x.q.device, serving.out, serving.state_pool is not None
+    device, out, indices = x.q.device, serving.out, serving.initial_state_indices
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
-    of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
+    launch = _launch(p, x, schedule, o, states, (indices, indices), first_slot)
     size = schedule.workspace_bytes(p.N * p.HV)
-    sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "A_log")}
-    sources |= {"dt_bias": Source(of["dt_bias"], address(_no_bias(device, p.HV))), "cu": of["cu_seqlens"], "o": ~0}
-    slots = of["initial_state_indices"] if is_indexed else None
-    sources |= {"h0": of["state_pool" if is_indexed else "initial_state"], "ht": of["state_pool"] if is_indexed else ~1}
-    sources |= {"workspace": ~2 if size else None, "read_from": slots, "write_to": slots}
-    numbers = _numbers(p, x, schedule, o, *states, is_indexed, first_slot)
-    launch = record(GDN, load(variant(p, schedule), target_of(p.sm)), sources, numbers, tuple(_sizes(p, schedule)))
-    place_of_out = None if out is None else of["out"]
-    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
-    sizes = Sizes(prefill_labels(x, serving, TOKENS, p.is_packed), _resize(p, device, schedule, place_of_out, ht is not None))
-    return LaunchRecord(device.index, (launch,), outputs, workspace(device.index, size) if size else None, sizes=sizes)
+    work = workspace(device.index, size) if size else None
+    return prefill_record(p, x, serving, TOKENS, (o, ht), (launch,), work, _schedule_of(p, device, schedule))
 
 
-def _resize(
-    p: GdnProblem, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
-) -> Callable[[int, int], Resized | None]:
+def _launch(
+    p: GdnProblem,
+    x: GdnInputs,
+    schedule: Schedule,
+    o: Tensor,
+    states: tuple[Tensor | None, Tensor | None],
+    slots: tuple[Tensor | None, Tensor | None],
+    first_slot: int,
+    work: Tensor | None = None,
+) -> Launch:
+    """A call's launch, on tensors that the kernel can read as they are; states, and slots of them, are first and last ones."""
+    (h0, ht), (read_from, write_to), of = states, slots, places(x, Serving)
+    is_indexed, has_workspace = write_to is not None, bool(schedule.workspace_bytes(p.N * p.HV))
+    operands = {name: Operand(getattr(x, name), of[name]) for name in (*TOKENS, "A_log")}
+    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], _no_bias(x.q.device, p.HV))
+    operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
+    operands["h0"] = Operand(h0, of["state_pool" if is_indexed else "initial_state"])
+    operands["ht"] = Operand(ht, of["state_pool"] if is_indexed else ~1)
+    operands |= {"read_from": Operand(read_from, of["initial_state_indices"])}
+    operands |= {"write_to": Operand(write_to, of["initial_state_indices"])}
+    operands["workspace"] = Operand(work, ~2 if has_workspace else None)
+    numbers = _numbers(p, x, schedule, o, h0, ht, is_indexed, first_slot)
+    return Launch(GDN, load(variant(p, schedule), target_of(p.sm)), operands, numbers, tuple(_sizes(p, schedule)))
+
+
+def _schedule_of(p: GdnProblem, device: torch.device, schedule: Schedule) -> Callable[[int, int, int], Scheduled | None]:
     """What a record needs for other numbers of tokens and sequences; None where another kernel serves those."""
     num_sms, HV, has_workspace = sms_of(device), p.HV, bool(schedule.workspace_bytes(p.N * p.HV))
 
@@ -242,7 +249,7 @@ def _resize(
             return None
         return Scheduled(tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None)
 
-    return prefill_resize(p, schedule_of, place_of_out, has_ht)
+    return schedule_of
 
 
 @functools.cache
@@ -262,9 +269,7 @@ def _numbers(
     first_slot: int,
 ) -> dict[str, Any]:
     """The arguments that are not addresses, by name."""
-    numbers: dict[str, Any] = {}
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("beta", x.beta), ("o", o)):
-        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    numbers: dict[str, Any] = {**token_strides(q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, o=o)}
     for name, states in (("h0", h0), ("ht", ht)):
         numbers[f"{name}_slot"] = 0 if states is None else states.stride(0)
         numbers[f"{name}_kind"] = 0 if states is None else KINDS[states.dtype]

@@ -21,9 +21,9 @@ from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Checkpoints, Forward, Pool
 from cula.core.pool import Serving
 from cula.core.problem import beta_top
-from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
-from cula.core.replay.torch_internals import Form, form_of
+from cula.core.replay.record import LaunchRecord
+from cula.core.replay.sizes import Scheduled, resized
+from cula.core.replay.torch_internals import Form
 from cula.core.replay.workspace import workspace
 from cula.kda.problem import KdaInputs, KdaProblem
 from cula.ops.cute import decode, kda_abi
@@ -37,10 +37,10 @@ from cula.ops.cute.kda_abi import K, Kept, V
 from cula.ops.cute.kda_bwd import kda_bwd, kda_state_grad, kda_transition, record_kda_bwd
 from cula.ops.cute.kda_schedule import SHORT, Schedule, are_too_many, has_backward, how, keeps_tiles, schedule_on, variant
 from cula.ops.cute.kda_schedule import schedule as make_schedule
-from cula.ops.cute.launch import Source, record
-from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_sources, state_tensors
+from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
+from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_operands
 from cula.ops.cute.states_abi import StateKind
-from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -67,6 +67,9 @@ __all__ = [
     "why_not",
     "yields_to",
 ]
+
+
+TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -192,36 +195,12 @@ def run(
     p, device = problem, x.q.device
     o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
-    x = x._replace(
-        q=as_tokens(x.q),
-        k=as_tokens(x.k),
-        v=as_tokens(x.v),
-        g=as_tokens(x.g),
-        beta=as_tokens(x.beta),
-        initial_state=None if x.initial_state is None else as_states(x.initial_state),
-    )
-    no_A, no_bias = _no_gate(device, p.HV)
-    tensors: dict[str, Tensor | None] = {
-        "q": x.q,
-        "k": x.k,
-        "v": x.v,
-        "g": x.g,
-        "beta": x.beta,
-        "A_log": no_A if x.A_log is None else x.A_log,
-        "dt_bias": no_bias if x.dt_bias is None else x.dt_bias,
-        "o": to,
-        "cu": x.cu_seqlens,
-        **state_tensors(x.initial_state, ht, pool),
-        "kept": None if kept is None else kept.states,
-        "kept_offsets": None if kept is None else kept.offsets,
-    }
+    h0 = None if x.initial_state is None else as_states(x.initial_state)
+    x = x._replace(initial_state=h0, **{name: as_tokens(getattr(x, name)) for name in TOKENS})
     if work is None and not schedule.is_fused:
         work = _empty_workspace(p, schedule, device)
-    numbers = _numbers(p, x, to) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
-    for which in schedule.kernels:
-        abi, of_kernel = _abi(p, which), tensors if which == "fused" else tensors | {"workspace": work}
-        addresses = abi.pack_addresses({name: address(t) for name, t in of_kernel.items()})
-        _kernel(p, which)(*addresses, *abi.pack_numbers(numbers | _sizes(p, schedule, which)), stream_of(device))
+    for launch in _launches(p, x, schedule, to, ht, pool, kept, work):
+        launch.now(stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -262,28 +241,43 @@ def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, ke
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     schedule = schedule_on(p, device)
-    no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
-    of = {name: i for i, name in enumerate((*x._fields, *serving._fields))}
-    sources: dict[str, Source | int | None] = {name: of[name] for name in ("q", "k", "v", "g", "beta")}
-    sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
-    sources |= {"cu": of["cu_seqlens"], "o": ~0, **state_sources(of, pool, ~1)}
-    sources |= {"kept": of["checkpoint_states"], "kept_offsets": of["checkpoint_offsets"]}
     size, saves = schedule.workspace_bytes(p.HV), keeps_tiles(p)
     work = None if saves or not size else workspace(device.index, size)
+    launches = _launches(p, x, schedule, o, ht, pool, kept)
+    schedule_of = _schedule_of(p, device, schedule.kernels)
+    return prefill_record(p, x, serving, TOKENS, (o, ht), launches, work, schedule_of, _saved_form(size) * saves)
+
+
+def _launches(
+    p: KdaProblem,
+    x: KdaInputs,
+    schedule: Schedule,
+    o: Tensor,
+    ht: Tensor | None,
+    pool: Pool | None,
+    kept: KeptStates | None,
+    work: Tensor | None = None,
+) -> list[Launch]:
+    """What a call launches, on tensors that kernels can read as they are. A workspace that is saved is the third of a record's
+    outputs, and one that is not comes after two."""
+    of, (no_A, no_bias) = places(x, Serving), _no_gate(x.q.device, p.HV)
+    operands = {name: Operand(getattr(x, name), of[name]) for name in TOKENS}
+    operands |= {"A_log": Operand(x.A_log, of["A_log"], no_A), "dt_bias": Operand(x.dt_bias, of["dt_bias"], no_bias)}
+    operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
+    operands |= state_operands(of, x.initial_state, ht, pool, ~1)
+    operands["kept"] = Operand(None if kept is None else kept.states, of["checkpoint_states"])
+    operands["kept_offsets"] = Operand(None if kept is None else kept.offsets, of["checkpoint_offsets"])
     numbers = _numbers(p, x, o) | state_numbers(p, x.initial_state, ht, pool) | _kept_numbers(kept)
+    varying = tuple(_all_sizes(p, schedule))
     launches = []
-    for which in schedule.kernels:  # a workspace that is saved is the third of the outputs, and one that is not comes after two
-        of_kernel, sizes = sources if which == "fused" else sources | {"workspace": ~2}, _sizes(p, schedule, which)
-        launches.append(record(_abi(p, which), _kernel(p, which), of_kernel, numbers | sizes, tuple(_all_sizes(p, schedule))))
-    outputs = (form_of(o) if out is None else of["out"], None if ht is None else form_of(ht), *_saved_form(size) * saves)
-    labels = prefill_labels(x, serving, ("q", "k", "v", "g", "beta"), p.is_packed)
-    resize = _resize(p, device, schedule.kernels, None if out is None else of["out"], ht is not None)
-    return LaunchRecord(device.index, tuple(launches), outputs, work, sizes=Sizes(labels, resize))
+    for which in schedule.kernels:
+        of_kernel = operands if which == "fused" else operands | {"workspace": Operand(work, ~2)}
+        sizes = _sizes(p, schedule, which)
+        launches.append(Launch(_abi(p, which), _kernel(p, which), of_kernel, numbers | sizes, varying))
+    return launches
 
 
-def _resize(
-    p: KdaProblem, device: torch.device, kernels: tuple[str, ...], place_of_out: int | None, has_ht: bool
-) -> Callable[[int, int], Resized | None]:
+def _schedule_of(p: KdaProblem, device: torch.device, kernels: tuple[str, ...]) -> Callable[[int, int, int], Scheduled | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
     num_sms, saves = sms_of(device), keeps_tiles(p)
 
@@ -296,7 +290,7 @@ def _resize(
         work = None if saves or not size else workspace(device.index, size)
         return Scheduled(tuple(_all_sizes(other, made).values()), work, _saved_form(size) * saves)
 
-    return prefill_resize(p, schedule_of, place_of_out, has_ht)
+    return schedule_of
 
 
 def _saved_form(size: int) -> tuple[Form, ...]:
@@ -328,21 +322,8 @@ def _kept_numbers(kept: KeptStates | None) -> dict[str, int | float]:
 
 def _numbers(p: KdaProblem, x: KdaInputs, o: Tensor) -> dict[str, int | float]:
     """The other arguments that are not addresses and do not follow from sizes, by name."""
-    (q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head) = [
-        t.stride()[1:3]
-        for t in (x.q, x.k, x.v, x.g, o)  # of one gate a head too
-    ]
     return {
-        "q_token": q_token,
-        "q_head": q_head,
-        "k_token": k_token,
-        "k_head": k_head,
-        "v_token": v_token,
-        "v_head": v_head,
-        "g_token": g_token,
-        "g_head": g_head,
-        "o_token": o_token,
-        "o_head": o_head,
+        **token_strides(q=x.q, k=x.k, v=x.v, g=x.g, o=o),  # of one gate a head too
         "beta_token": x.beta.stride(1),
         "H": p.H,
         "HV": p.HV,

@@ -10,8 +10,8 @@ nothing for them but its inputs or, with `disable_recompute=True`, what the firs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,12 +30,13 @@ from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transi
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.kda_schedule import variant as forward_variant
-from cula.ops.cute.launch import Source, record
-from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.launch import Launch, Operand, places, token_strides
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 OPS = ("kda_bwd", "kda_transition", "kda_state_grad")  # which these kernels do
 TOKENS = ("q", "k", "v", "g", "beta", "do")
+Inputs = TypeVar("Inputs", KdaInputs, GdnInputs)
 BYTES_OF_TILES = SECOND + 1  # the label of what the forward kept: the third size of a record
 
 
@@ -105,33 +106,36 @@ def _launch(
     """Launch the kernels, which write to the tensors in `made`, by their names."""
     device = x.q.device
     assert tiles is None or tiles.numel() >= tiles_bytes(made_for.chunks * p.HV), "what the forward kept is of another call"
-    x = x._replace(
-        q=as_tokens(x.q),
-        k=as_tokens(x.k),
-        v=as_tokens(x.v),
-        g=as_tokens(x.g),
-        beta=as_tokens(x.beta),
-        initial_state=None if x.initial_state is None else as_states(x.initial_state),
-    )
-    do = as_tokens(do)
-    dht = None if dht is None else as_states(dht.float().contiguous())
-    no_A, no_bias = _no_gate(device, p.HV)
-    tensors: dict[str, Tensor | None] = {
-        **{name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")},
-        "A_log": no_A if x.A_log is None else x.A_log,
-        "dt_bias": no_bias if x.dt_bias is None else x.dt_bias,
-        "do": do,
-        "h0": x.initial_state,
-        "dht": dht,
-        "cu": x.cu_seqlens,
-        "tiles": tiles,
-        **dict.fromkeys(WRITTEN),
-        **made,
-        "workspace": torch.empty(_workspace_bytes(p, made_for, tiles is not None, makes), dtype=torch.uint8, device=device),
-    }
-    addresses = BACKWARD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = BACKWARD.pack_numbers(_numbers(p, x, do, dht, made_for, tiles is not None, makes))
-    _kernel(p)(*addresses, *numbers, stream_of(device))
+    x, do, dht = as_read(x, do, dht)
+    work = torch.empty(_workspace_bytes(p, made_for, tiles is not None, makes), dtype=torch.uint8, device=device)
+    _launch_of(p, x, do, dht, made, made_for, makes, tiles, work).now(stream_of(device))
+
+
+def _launch_of(
+    p: KdaProblem,
+    x: KdaInputs,
+    do: Tensor,
+    dht: Tensor | None,
+    made: Mapping[str, Tensor | None],
+    made_for: Schedule,
+    makes: Makes,
+    tiles: Tensor | None = None,
+    work: Tensor | None = None,
+) -> Launch:
+    """A call's launch, on tensors that the kernels can read as they are; `made` are those that they write to, by their names."""
+    between = () if tiles is None else (Kept,)
+    operands = operands_of(x, between, GivenGrads(do, dht), made, _no_gate(x.q.device, p.HV), work)
+    operands["tiles"] = Operand(tiles, places(x, *between).get("tiles"))
+    operands |= {name: Operand(made.get(name)) for name in WRITTEN if name not in operands}  # which no record makes
+    numbers = numbers_of(p, x, do, dht) | sizes_of(p, made_for)
+    numbers |= {"lower": p.options.lower_bound or 0.0, "has_tiles": int(tiles is not None), "makes": makes}
+    return Launch(_abi(p), _kernel(p), operands, numbers, tuple(sizes_of(p, made_for)))
+
+
+class Kept(NamedTuple):
+    """What a forward may have kept for a backward."""
+
+    tiles: Tensor
 
 
 class GivenGrads(NamedTuple):
@@ -141,29 +145,54 @@ class GivenGrads(NamedTuple):
     dht: Tensor | None
 
 
+def as_read(x: Inputs, do: Tensor, dht: Tensor | None) -> tuple[Inputs, Tensor, Tensor | None]:
+    """The tensors of a call as the kernels read them; copies where they are not so already."""
+    h0 = None if x.initial_state is None else as_states(x.initial_state)
+    x = x._replace(initial_state=h0, **{name: as_tokens(getattr(x, name)) for name in TOKENS[:-1]})
+    return x, as_tokens(do), None if dht is None else as_states(dht.float().contiguous())
+
+
+def is_as_read(x: KdaInputs | GdnInputs, do: Tensor, dht: Tensor | None) -> bool:
+    """Whether the kernels read all tensors as they are."""
+    is_plain = dht is None or (dht.dtype is torch.float32 and dht.is_contiguous())
+    return is_plain and all(as_tokens(t) is t for t in (*x[:5], do))
+
+
+def operands_of(
+    x: KdaInputs | GdnInputs,
+    between: tuple[Any, ...],
+    given: GivenGrads,
+    made: Mapping[str, Tensor | None],
+    no_gate: tuple[Tensor, Tensor],
+    work: Tensor | None,
+) -> dict[str, Operand]:
+    """What stands at the addresses that all backwards have, by name. A record takes the tensors of x, those `between`, and then
+    the given ones; it makes the gradients."""
+    of, (no_A, no_bias) = places(x, *between, given), no_gate
+    operands = {name: Operand(getattr(x, name), of[name]) for name in TOKENS[:-1]}
+    operands |= {"A_log": Operand(x.A_log, of["A_log"], no_A), "dt_bias": Operand(x.dt_bias, of["dt_bias"], no_bias)}
+    operands |= {"h0": Operand(x.initial_state, of["initial_state"]), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
+    operands |= {name: Operand(t, of[name]) for name, t in zip(given._fields, given)}
+    names = [MADE.get(name, name) for name in KdaGrads._fields]
+    operands |= {name: Operand(made.get(name), ~i) for i, name in enumerate(names)}
+    return operands | {"workspace": Operand(work, ~len(names))}
+
+
 def record_kda_bwd(
     problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None
 ) -> LaunchRecord | None:
     """A record of this call's launch, which serves calls of other lengths too; None if some tensors would have to be copied. It
     takes those of x, what was saved, do and dht, and makes the gradients."""
     p, device, given, has_tiles = problem, x.q.device, GivenGrads(do, dht), bool(saved)
-    is_copied = dht is not None and not (dht.dtype is torch.float32 and dht.is_contiguous())
-    if is_copied or any(as_tokens(t) is not t for t in (*x[:5], do)):
+    if not is_as_read(x, do, dht):
         return None
-    no_A, no_bias = (address(t) for t in _no_gate(device, p.HV))
-    of = {name: i for i, name in enumerate((*x._fields, *("tiles",) * has_tiles, *given._fields))}
-    sources: dict[str, Source | int | None] = {name: of[name] for name in (*TOKENS, "dht")}
-    sources |= {"A_log": Source(of["A_log"], no_A), "dt_bias": Source(of["dt_bias"], no_bias)}
-    sources |= {"h0": of["initial_state"], "cu": of["cu_seqlens"], "tiles": of.get("tiles")}
-    sources |= {MADE.get(name, name): ~i for i, name in enumerate(KdaGrads._fields)}
-    sources |= {"M": None, "B": None, "workspace": ~len(KdaGrads._fields)}
     made_for = schedule_on(p, device)
-    launch = record(_abi(p), _kernel(p), sources, _numbers(p, x, do, dht, made_for, has_tiles), tuple(_sizes(p, made_for)))
+    launch = _launch_of(p, x, do, dht, {}, made_for, Makes.GRADIENTS, saved[0] if saved else None)
     labels = prefill_labels(x, given, TOKENS, p.is_packed)
     labels = (*labels[: len(x)], *((BYTES_OF_TILES,),) * has_tiles, *labels[len(x) :])
     work = workspace(device.index, _workspace_bytes(p, made_for, has_tiles))
     there = parameters_there(x)
-    return LaunchRecord(device.index, (launch,), forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
+    return LaunchRecord(device.index, (launch.recorded(),), forms(p, there), work, sizes=Sizes(labels, _resize(p, there, device)))
 
 
 def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device) -> Callable[..., Resized | None]:
@@ -179,7 +208,7 @@ def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device)
         made = schedule(other, num_sms)
         assert kept is None or kept >= tiles_bytes(made.chunks * p.HV), "what the forward kept is of another call"
         work = workspace(device.index, _workspace_bytes(other, made, kept is not None))
-        return Resized(tuple(_sizes(other, made).values()), forms(other, there), work)
+        return Resized(tuple(sizes_of(other, made).values()), forms(other, there), work)
 
     return resize
 
@@ -235,26 +264,15 @@ def _workspace_bytes(p: KdaProblem, made_for: Schedule, has_tiles: bool, makes: 
     return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV, has_tiles)
 
 
-def _numbers(
-    p: KdaProblem,
-    x: KdaInputs,
-    do: Tensor,
-    dht: Tensor | None,
-    made_for: Schedule,
-    has_tiles: bool,
-    makes: Makes = Makes.GRADIENTS,
-) -> dict[str, int | float]:
-    """The arguments that are not addresses, by name."""
-    numbers: dict[str, int | float] = {}
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("do", do)):
-        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+def numbers_of(p: KdaProblem | GdnProblem, x: KdaInputs | GdnInputs, do: Tensor, dht: Tensor | None) -> dict[str, int | float]:
+    """The arguments that all backwards have, are not addresses and do not follow from sizes, by name."""
     has_A, has_bias, has_h0 = parameters_there(x)
-    numbers |= {
+    return {
+        **token_strides(q=x.q, k=x.k, v=x.v, g=x.g, do=do),
         "beta_token": x.beta.stride(1),
         "H": p.H,
         "HV": p.HV,
         "scale": p.scale,
-        "lower": p.options.lower_bound or 0.0,
         "beta_top": beta_top(p.options),
         "beta_bits": 8 * x.beta.element_size(),
         "has_h0": int(has_h0),
@@ -262,13 +280,10 @@ def _numbers(
         "has_dh0": int(has_h0),
         "has_A": int(has_A),
         "has_bias": int(has_bias),
-        "has_tiles": int(has_tiles),
-        "makes": makes,
     }
-    return numbers | _sizes(p, made_for)
 
 
-def _sizes(p: KdaProblem, made_for: Schedule) -> dict[str, int]:
+def sizes_of(p: KdaProblem | GdnProblem, made_for: Schedule) -> dict[str, int]:
     """The arguments that follow from the numbers of tokens and sequences, by name."""
     return {
         "T": p.B * p.T,

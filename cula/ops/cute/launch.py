@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded launches: a kernel's host function called again, with new addresses, and the same numbers but for some."""
+"""One description of a launch, for now and for later: a `Launch` calls a kernel's host function, or makes what a record calls
+again, with new addresses, and the same numbers but for some."""
 
 from __future__ import annotations
 
@@ -9,8 +10,14 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cula.core.replay.record import Address, Frame, Launcher, launcher
+from torch import Tensor
+
+from cula.core.pool import Serving
+from cula.core.replay.record import Address, Frame, Launcher, LaunchRecord, Sizes, launcher
+from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize
+from cula.core.replay.torch_internals import Form, form_of
 from cula.ops.cute.abi import Abi
+from cula.ops.cute.tensors import address
 
 
 class Source(NamedTuple):
@@ -18,6 +25,72 @@ class Source(NamedTuple):
 
     of: int | None  # the tensor of a call with this number; ~0, ~1, ...: the first, the second, ... of the outputs; None: of none
     absent: int = 0  # the address that stands for a tensor which a call does not have
+
+
+class Operand(NamedTuple):
+    """What stands at an address: a tensor, and where a record of the call finds its like."""
+
+    tensor: Tensor | None
+    of: int | None = None  # as in `Source`
+    absent: Tensor | None = None  # stands for a tensor that a call does not have
+
+
+def places(*of: Any) -> dict[str, int]:
+    """The numbers of a call's tensors by name, where it takes those of some NamedTuples in order."""
+    return {name: i for i, name in enumerate(name for fields in of for name in fields._fields)}
+
+
+def token_strides(**tensors: Tensor) -> dict[str, int]:
+    """Arguments `q_token`, `q_head`, ...: the strides of tensors [B, T, heads, ...] by name."""
+    strides = {}
+    for name, t in tensors.items():
+        strides[f"{name}_token"], strides[f"{name}_head"] = t.stride()[1:3]
+    return strides
+
+
+class Launch(NamedTuple):
+    """One kernel of a call, with all that it is given. `varying` as in `record`."""
+
+    abi: Abi
+    kernel: Callable[..., Any]
+    operands: Mapping[str, Operand]
+    numbers: Mapping[str, int | float | bool]
+    varying: Sequence[str] = ()
+
+    def now(self, stream: int) -> None:
+        given = {name: address(x.absent if x.tensor is None else x.tensor) for name, x in self.operands.items()}
+        self.kernel(*self.abi.pack_addresses(given), *self.abi.pack_numbers(self.numbers), stream)
+
+    def recorded(self) -> Launcher:
+        """What launches it for other tensors, in a record."""
+        sources = {name: Source(x.of, address(x.absent)) for name, x in self.operands.items()}
+        return record(self.abi, self.kernel, sources, self.numbers, self.varying)
+
+
+def prefill_record(
+    p: Any,
+    x: Any,
+    serving: Serving,
+    token_inputs: tuple[str, ...],
+    made: tuple[Tensor, Tensor | None],
+    launches: Sequence[Launch],
+    workspace: Callable[[int], Tensor] | None,
+    schedule_of: Callable[[int, int, int], Scheduled | None],
+    saved: tuple[Form, ...] = (),
+) -> LaunchRecord:
+    """A record of a prefill's launches, for calls of other lengths too.
+
+    Args:
+        made: o, which is `serving.out` where that is given, and a final state, where the call makes one.
+        schedule_of: as `prefill_resize` takes it.
+        saved: what else the call makes, for a backward.
+    """
+    o, ht = made
+    place_of_out = None if serving.out is None else places(x, serving)["out"]
+    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht), *saved)
+    resize = prefill_resize(p, schedule_of, place_of_out, ht is not None)
+    sizes = Sizes(prefill_labels(x, serving, token_inputs, p.is_packed), resize)
+    return LaunchRecord(x.q.device.index, tuple(launch.recorded() for launch in launches), outputs, workspace, sizes=sizes)
 
 
 def record(

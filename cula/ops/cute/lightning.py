@@ -18,9 +18,8 @@ from torch import Tensor
 from cula.core.dispatch import AnyProblem
 from cula.core.kernels import Forward, Pool
 from cula.core.pool import Serving
-from cula.core.replay.record import LaunchRecord, Resized, Sizes
-from cula.core.replay.sizes import Scheduled, prefill_labels, prefill_resize, resized
-from cula.core.replay.torch_internals import form_of
+from cula.core.replay.record import LaunchRecord
+from cula.core.replay.sizes import Scheduled, resized
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute import decode
@@ -29,12 +28,12 @@ from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as lightning_decode
 from cula.ops.cute.decode import record_decode as record_lightning_decode
 from cula.ops.cute.decode import yields_to
-from cula.ops.cute.launch import record
+from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_bwd import lightning_bwd, record_lightning_bwd
 from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, choose_schedule
-from cula.ops.cute.states import pool_why_not, state_numbers, state_sources, state_tensors
-from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.states import pool_why_not, state_numbers, state_operands
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -56,6 +55,7 @@ __all__ = [
 ]
 
 HEAD_DIMS = (64, 128)
+TOKENS = ("q", "k", "v")
 
 
 def why_not(op: str, problem: AnyProblem) -> str | None:
@@ -100,12 +100,8 @@ def run(
     seeds = None
     if schedule.segment:
         seeds = torch.empty((schedule.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "o": to, "decay": x.decay, "seeds": seeds, "cu_seqlens": x.cu_seqlens}
-    tensors |= state_tensors(h0, ht, pool)
-    addresses = LIGHTNING.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = LIGHTNING.pack_numbers(_numbers(problem, x, schedule, to) | state_numbers(problem, h0, ht, pool))
-    for kernel in _kernels(problem, schedule):
-        kernel(*addresses, *numbers, stream_of(device))
+    for launch in _launches(problem, x, schedule, to, ht, pool, seeds):
+        launch.now(stream_of(device))
     if to is not o:
         o.copy_(to)
     return o
@@ -130,21 +126,31 @@ def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Poo
     ht = None if pool is not None else _final_state(p, x)
     if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
-    schedule, of = _schedule_on(p, device), {name: i for i, name in enumerate((*x._fields, *serving._fields))}
-    sources: dict[str, int | None] = {name: of[name] for name in ("q", "k", "v", "decay", "cu_seqlens")}
-    sources |= {"o": ~0, "seeds": ~2 if schedule.segment else None, **state_sources(of, pool, ~1)}
+    schedule = _schedule_on(p, device)
+    launches, seeds = _launches(p, x, schedule, o, ht, pool), _seeds(p, device, schedule)
+    return prefill_record(p, x, serving, TOKENS, (o, ht), launches, seeds, _schedule_of(p, device, schedule))
+
+
+def _launches(
+    p: LightningProblem,
+    x: LightningInputs,
+    schedule: Schedule,
+    o: Tensor,
+    ht: Tensor | None,
+    pool: Pool | None,
+    seeds: Tensor | None = None,
+) -> list[Launch]:
+    """What a call launches, on tensors that kernels can read as they are."""
+    of = places(x, Serving)
+    operands = {name: Operand(getattr(x, name), of[name]) for name in (*TOKENS, "decay", "cu_seqlens")}
+    operands |= {"o": Operand(o, ~0), "seeds": Operand(seeds, ~2 if schedule.segment else None)}
+    operands |= state_operands(of, x.initial_state, ht, pool, ~1)
     numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool)
-    launches = tuple(record(LIGHTNING, kernel, sources, numbers, tuple(_sizes(p, schedule))) for kernel in _kernels(p, schedule))
-    place_of_out = None if out is None else of["out"]
-    outputs = (form_of(o) if place_of_out is None else place_of_out, None if ht is None else form_of(ht))
-    labels = prefill_labels(x, serving, ("q", "k", "v"), p.is_packed)
-    sizes = Sizes(labels, _resize(p, device, schedule, place_of_out, ht is not None))
-    return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule), sizes=sizes)
+    varying = tuple(_sizes(p, schedule))
+    return [Launch(LIGHTNING, kernel, operands, numbers, varying) for kernel in _kernels(p, schedule)]
 
 
-def _resize(
-    p: LightningProblem, device: torch.device, schedule: Schedule, place_of_out: int | None, has_ht: bool
-) -> Callable[[int, int], Resized | None]:
+def _schedule_of(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int, int, int], Scheduled | None]:
     """What a record needs for other numbers of tokens and sequences; None where other kernels serve those."""
     num_sms = sms_of(device)
 
@@ -155,7 +161,7 @@ def _resize(
             return None
         return Scheduled(tuple(_sizes(other, made).values()), _seeds(other, device, made))
 
-    return prefill_resize(p, schedule_of, place_of_out, has_ht)
+    return schedule_of
 
 
 def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int], Tensor] | None:
@@ -204,9 +210,7 @@ def _kernels(p: LightningProblem, schedule: Schedule) -> tuple[Callable[..., Any
 
 def _numbers(p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float | bool]:
     """The arguments behind the addresses, but for those about states, by name."""
-    numbers: dict[str, int | float | bool] = {}
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o)):
-        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, o=o)}
     numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale}
     return numbers | _sizes(p, schedule)
 

@@ -19,10 +19,10 @@ from cula.core.replay.torch_internals import form_of
 from cula.core.replay.workspace import workspace
 from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute.archs import target_of
-from cula.ops.cute.launch import record
-from cula.ops.cute.lightning_bwd_abi import INPUTS, LIGHTNING_BWD, OUTPUTS
+from cula.ops.cute.launch import Launch, Operand, token_strides
+from cula.ops.cute.lightning_bwd_abi import LIGHTNING_BWD, OUTPUTS
 from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, choose_schedule
-from cula.ops.cute.tensors import address, as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 
@@ -66,12 +66,8 @@ def run(problem: LightningProblem, x: LightningInputs, schedule: Schedule, do: T
     x, do = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v), initial_state=h0), as_tokens(do)
     made = _outputs(p, x)
     seeds = torch.empty(_seeds_shape(p, schedule), dtype=torch.float32, device=device) if schedule.segment else None
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "do": do, "decay": x.decay, "cu_seqlens": x.cu_seqlens, "seeds": seeds}
-    tensors |= {"h0": h0, "dht": dht, "dh0": made.dh0} | {name: getattr(made, name) for name in OUTPUTS}
-    addresses = LIGHTNING_BWD.pack_addresses({name: address(t) for name, t in tensors.items()})
-    numbers = LIGHTNING_BWD.pack_numbers(_numbers(p, x, schedule, do, dht))
-    for kernel in _kernels(p, schedule):
-        kernel(*addresses, *numbers, stream_of(device))
+    for launch in _launches(p, x, schedule, do, dht, made, seeds):
+        launch.now(stream_of(device))
     return made
 
 
@@ -85,14 +81,28 @@ def record_lightning_bwd(
     if not is_plain or any(as_tokens(t) is not t for t in (x.q, x.k, x.v, do)):
         return None
     schedule, made = _schedule_on(p, device), _outputs(p, x)
-    given = {name: i for i, name in enumerate((*x._fields, "do", "dht"))}
-    sources: dict[str, int | None] = {name: given[name] for name in (*INPUTS, "decay", "cu_seqlens", "dht")}
-    sources |= {"h0": given["initial_state"], "seeds": ~len(made) if schedule.segment else None}
-    sources |= {name: ~i for i, name in enumerate(made._fields) if name != "d_decay"}
-    numbers = _numbers(p, x, schedule, do, dht)
-    launches = tuple(record(LIGHTNING_BWD, kernel, sources, numbers) for kernel in _kernels(p, schedule))
+    launches = tuple(launch.recorded() for launch in _launches(p, x, schedule, do, dht, made))
     outputs = tuple(None if t is None else form_of(t) for t in made)
     return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule))
+
+
+def _launches(
+    p: LightningProblem,
+    x: LightningInputs,
+    schedule: Schedule,
+    do: Tensor,
+    dht: Tensor | None,
+    made: Gradients,
+    seeds: Tensor | None = None,
+) -> list[Launch]:
+    """What a call launches, on tensors that kernels can read as they are."""
+    given = x._asdict() | {"do": do, "dht": dht}
+    operands = {name: Operand(t, i) for i, (name, t) in enumerate(given.items())}
+    operands["h0"] = operands.pop("initial_state")
+    operands |= {name: Operand(t, ~i) for i, (name, t) in enumerate(made._asdict().items()) if name != "d_decay"}
+    operands["seeds"] = Operand(seeds, ~len(made) if schedule.segment else None)
+    numbers = _numbers(p, x, schedule, do, dht)
+    return [Launch(LIGHTNING_BWD, kernel, operands, numbers) for kernel in _kernels(p, schedule)]
 
 
 def _outputs(p: LightningProblem, x: LightningInputs) -> Gradients:
@@ -130,9 +140,7 @@ def _numbers(
     p: LightningProblem, x: LightningInputs, schedule: Schedule, do: Tensor, dht: Tensor | None
 ) -> dict[str, int | float | bool]:
     """The arguments behind the addresses, by name."""
-    numbers: dict[str, int | float | bool] = {}
-    for name, t in zip(INPUTS, (x.q, x.k, x.v, do)):
-        numbers[f"{name}_token"], numbers[f"{name}_head"] = t.stride()[1:3]
+    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, do=do)}
     has_h0 = int(x.initial_state is not None)
     numbers |= {"T": p.B * p.T, "H": p.H, "scale": p.scale, "num_seqs": p.N, "length": 0 if p.is_packed else p.T}
     numbers |= {"has_h0": has_h0, "has_dht": int(dht is not None), "has_dh0": has_h0}

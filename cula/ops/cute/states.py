@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cula.core.kernels import Pool
 from cula.core.problem import Problem
+from cula.ops.cute.launch import Operand
 from cula.ops.cute.states_abi import StateKind
 
 KINDS = {torch.float32: StateKind.F32, torch.bfloat16: StateKind.BF16, torch.float16: StateKind.F16}
@@ -20,19 +21,19 @@ def pool_why_not(problem: Problem) -> str | None:
     return None
 
 
-def state_tensors(h0: Tensor | None, ht: Tensor | None, pool: Pool | None) -> dict[str, Tensor | None]:
-    """The tensors of `states_abi.py`, by name."""
+def state_operands(
+    of: dict[str, int], h0: Tensor | None, ht: Tensor | None, pool: Pool | None, place_of_ht: int
+) -> dict[str, Operand]:
+    """What stands at the addresses of `states_abi.py`, by name: from the numbers `of` a call's tensors by name, and that of the
+    final state that it makes."""
     if pool is None:
-        return {"h0": h0, "ht": ht, "read_from": None, "write_to": None, "has_state": None}
-    states, indices, has_state, _ = pool
-    return {"h0": states, "ht": states, "read_from": indices, "write_to": indices, "has_state": has_state}
-
-
-def state_sources(of: dict[str, int], pool: Pool | None, place_of_ht: int) -> dict[str, int | None]:
-    """Where a record finds them: the numbers `of` a call's tensors by name, and that of the final state that it makes."""
-    slots = of["initial_state_indices"]
-    first, last = (of["initial_state"], place_of_ht) if pool is None else (of["state_pool"], of["state_pool"])
-    return {"h0": first, "ht": last, "read_from": slots, "write_to": slots, "has_state": of["has_initial_state"]}
+        first, last, indices, has_state = Operand(h0, of["initial_state"]), Operand(ht, place_of_ht), None, None
+    else:
+        states, indices, has_state, _ = pool
+        first = last = Operand(states, of["state_pool"])
+    slots = Operand(indices, of["initial_state_indices"])
+    has_state_at = Operand(has_state, of["has_initial_state"])
+    return {"h0": first, "ht": last, "read_from": slots, "write_to": slots, "has_state": has_state_at}
 
 
 def state_numbers(p: Problem, h0: Tensor | None, ht: Tensor | None, pool: Pool | None) -> dict[str, int | float | bool]:

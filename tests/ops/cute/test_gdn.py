@@ -263,8 +263,8 @@ def test_a_batch_invariant_sequence_is_one_piece(norm):
 def test_a_record_serves_no_more_tokens_than_a_first_call(monkeypatch):
     monkeypatch.setattr(gdn, "sms_of", lambda device: NUM_SMS)
     heads = dataclasses.replace(TABLE, B=1, N=1, H=1, HV=132)
-    resize = gdn._resize(heads, torch.device("cuda", 0), schedule(heads, NUM_SMS), None, False)
-    assert resize(1, 200_000) is not None and resize(1, 300_000) is None
+    schedule_of = gdn._schedule_of(heads, torch.device("cuda", 0), schedule(heads, NUM_SMS))
+    assert schedule_of(1, 200_000, 1) is not None and schedule_of(1, 300_000, 1) is None
     assert "fewer than 2^25 tokens times value heads" in gdn.why_not("gdn_fwd", dataclasses.replace(heads, T=300_000))
 
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from cula.ops.cute import kda, kda_abi
+from cula.ops.cute import kda, kda_abi, launch
 from cula.ops.cute.kda_schedule import fused, schedule, split_into
 from cula.ops.cute.toolchain import build, variants
 from tests.ops.cute.test_kda import CASES, NUM_SMS, Case, make
@@ -47,7 +47,7 @@ def launched(monkeypatch):
         abi = kda_abi.FUSED if name.startswith("fused") else kda_abi.SPLIT
         return lambda *arguments: calls.append(dict(zip([a.name for a in abi.args], arguments, strict=False)))
 
-    monkeypatch.setattr(kda, "address", address)
+    monkeypatch.setattr(launch, "address", address)
     monkeypatch.setattr(kda, "load", load)
     monkeypatch.setattr(kda, "stream_of", lambda device: 0)
     return calls, sizes
