@@ -63,6 +63,8 @@ def warmup(
 ) -> Warmed:
     """`cula.warmup`, which see."""
     start, say = time.monotonic(), _say if show else _say_nothing
+    if jobs is not None and jobs < 0:
+        raise ValueError(f"warmup: jobs is {jobs}; expected 1 or more processes, or None for as many as cores, up to 8")
     jobs = jobs or min(8, os.cpu_count() or 1)
     cases = calls((model,) if isinstance(model, str) else model, tp, train)
     if arch is not None:

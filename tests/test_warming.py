@@ -127,3 +127,10 @@ def test_on_a_gpu_all_is_compiled_and_loaded():
     warmed = cula.warmup("ling", jobs=4)
     assert warmed.calls > 0
     assert cula.warmup("ling", jobs=4).kernels == ()
+
+
+@needs_dsl
+def test_a_negative_number_of_processes_is_refused(compiler):
+    with pytest.raises(ValueError, match="jobs is -1; expected 1 or more processes"):
+        cula.warmup("kimi-linear-48b", arch="sm_90a", jobs=-1, show=False)
+    assert not compiler

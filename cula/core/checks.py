@@ -204,8 +204,10 @@ def check_finite(who: str, x: NamedTuple, skip: tuple[str, ...] = ()) -> None:
 
 
 def as_number(who: str, name: str, given: Any) -> float:
-    """A number, as a plain float."""
+    """A number, as a plain float; text is none, though `float` reads it."""
     try:
+        if isinstance(given, (str, bytes, bytearray)):
+            raise TypeError(f"{type(given).__name__} is text")
         return float(given)
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"{who}: {name} is {given!r}; expected a number") from error

@@ -387,6 +387,16 @@ def test_a_wrong_dtype_is_a_value_error_too():
     assert issubclass(ArgumentTypeError, ValueError)
 
 
+@pytest.mark.parametrize("text", ["0.5", b"0.5"])
+def test_text_is_no_scale(text):
+    for function, arguments in (
+        (cula.cula_kda, kda_arguments(scale=text)),
+        (cula.cula_lightning, lightning_arguments(scale=text)),
+        (cula.cula_decode, decode_arguments(scale=text)),
+    ):
+        assert_refused(function, arguments, ArgumentTypeError, f"scale is {text!r}; expected a number")
+
+
 def test_training_with_inference_only_arguments_is_refused():
     arguments = kda_arguments()
     arguments["q"].requires_grad_()
