@@ -3,6 +3,8 @@
 
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +103,15 @@ except TypeError as error:
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert "Expects 4 parameters" in run.stdout, run.stderr
     (compiled / loader.RUNTIME).unlink()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="needs objdump, for x86_64")
+def test_host_code_is_for_any_cpu(compiled):
+    """Nothing beyond SSE2, whatever the CPU has that compiled it: a wheel's kernels are loaded on others too."""
+    command = ["objdump", "-d", "--no-show-raw-insn", str(compiled / ARCH / "scale.so")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "__tvm_ffi_scale" in text
+    assert not re.search(r"%[yz]mm|%k\d|\tv\w+ .*%xmm", text)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -15,10 +15,12 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import struct
@@ -29,6 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cula.ops.cute.toolchain import folders
 from cula.ops.cute.toolchain.variants import Variant, collect
@@ -232,6 +235,7 @@ def compile_variant(variant: Variant, arch: str, out: Path, keep_text: bool) -> 
         seconds = time.perf_counter() - start
         ptx, cubin, host = compiled.__ptx__, compiled.__cubin__, str(compiled.ir_module)
         facts = gather(variant, arch, ptx, cubin, host, seconds)
+        for_any_cpu(compiled.ir_module)
         compiled.export_to_c(str(folder / "kernel.o"), function_name=variant.name)
         command = [str(linker()), "-shared", "-fPIC", "-o", str(folder / "kernel.so"), str(folder / "kernel.o")]
         subprocess.run(command, check=True)
@@ -247,6 +251,25 @@ def compile_variant(variant: Variant, arch: str, out: Path, keep_text: bool) -> 
         for end in ends:
             (folder / f"kernel.{end}").replace(out / f"{variant.name}.{end}")
     return facts
+
+
+# The least CPU of a kind, as LLVM calls it, and what it has.
+LEAST_CPU = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
+
+
+def for_any_cpu(module: Any) -> None:
+    """Have the host code compiled for every CPU of this machine's kind.
+
+    Left alone the DSL takes all that the compiling CPU has, AVX-512 for one, and a kernel of a wheel or of a shared cache would
+    stop a process on a lesser CPU with an illegal instruction.
+    """
+    ir: Any = importlib.import_module("cutlass._mlir.ir")  # its stubs do not have what is in it
+    cpu, features = LEAST_CPU[platform.machine()]
+    wanted = ir.Attribute.parse(f'[["target-cpu", "{cpu}"], ["target-features", "{features}"]]', context=module.context)
+    for operation in module.body.operations:
+        if operation.operation.name == "llvm.func" and operation.regions[0].blocks:
+            others = operation.attributes.get("passthrough", ())
+            operation.attributes["passthrough"] = ir.ArrayAttr.get([*others, *wanted], context=module.context)
 
 
 # Facts.
