@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PYTHONS ?= $(BIN)/python  # that a wheel has native code for
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints.txt)
 
+# Bytecode is kept, whatever the shell says: the tests start many processes, and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-slow fuzz lint format docs wheel bench-pages clean
 
 demo: $(VENV)/installed
