@@ -60,6 +60,7 @@ FAKES: tuple[Peer, ...] = (Twin(), Wrong(), Raising(), Absent(), Declining())
 def quick(monkeypatch):
     monkeypatch.setattr(timing, "SECONDS_A_MEASURE", 0.0)
     monkeypatch.setattr(timing, "MIN_REPEATS", 2)
+    monkeypatch.setattr(timing, "LOOP_SPAN", 0.05)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
