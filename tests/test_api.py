@@ -14,6 +14,7 @@ from cula.kda.api import KdaKeywords
 from cula.lightning.api import LightningKeywords
 from cula.reference import relative_error
 from tests.support.calls import KdaCall
+from tests.support.slow import slow_but
 
 TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -110,7 +111,7 @@ def test_checkpoints_are_states_inside_the_prompt(backend, device, call):
 
 
 @pytest.mark.parametrize("call", [KdaCall(lens=(130, 10, 128, 0, 70)), KdaCall(T=192, B=2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float16], [torch.float16]))
 def test_checkpoints_at_offsets_are_one_state_a_sequence(backend, device, call, dtype):
     """Of whole chunks, up to the end of a sequence; a row without one is left as it is."""
     tensors = call.tensors(device)

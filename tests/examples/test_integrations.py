@@ -19,6 +19,7 @@ def run(name, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_hugging_face_models_give_the_same_tokens():
     pytest.importorskip("transformers")
     said = run("hf_generate.py", "--prompt", "80", "--new-tokens", "8")

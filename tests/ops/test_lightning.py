@@ -8,6 +8,7 @@ import cula
 from cula import reference
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, LightningCall
+from tests.support.slow import slow_but
 
 CALLS = [
     LightningCall(),
@@ -97,7 +98,10 @@ def test_the_pool_is_updated_in_place_and_only_where_asked(backend, device):
     assert torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
 
 
-@pytest.mark.parametrize("others", [(), ("q",), ("k", "v"), ("q", "k", "v", "initial_state")], ids=str)
+OTHERS = [(), ("q",), ("k", "v"), ("q", "k", "v", "initial_state")]  # that want gradients besides decay
+
+
+@pytest.mark.parametrize("others", slow_but(OTHERS, OTHERS[1::2]), ids=str)
 @pytest.mark.parametrize(
     "call",
     [

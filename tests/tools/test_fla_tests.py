@@ -41,6 +41,7 @@ def run(checkout, *more):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
+@pytest.mark.slow
 def test_it_runs_what_is_ours_and_counts(checkout):
     done = run(checkout)
     assert done.returncode == 1

@@ -35,6 +35,7 @@ def kernels(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @needs_tools
 def test_the_wheel_has_sources_kernels_and_native_code(kernels, tmp_path):
     if not (wheel.ROOT / ".git").exists():

@@ -346,6 +346,7 @@ def test_cases_take_every_variant():
 
 
 @needs_dsl
+@pytest.mark.slow
 def test_blackwells_kernels_are_hoppers():
     """They use nothing that only Hopper has, and cases that take every variant of the one take every variant of the other."""
     assert {v.name for v in variants.collect(["cula.ops.cute.sm100.decode"])} == {

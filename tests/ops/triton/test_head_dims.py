@@ -18,6 +18,7 @@ from cula.ops.triton import decode, kda, kda_schedule
 from cula.reference import relative_error
 from tests.conftest import HAS_GPU
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, KdaCall
+from tests.support.slow import slow_but
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), *([pytest.mark.gpu] if HAS_GPU else [])]
 
@@ -60,7 +61,7 @@ def test_segments(in_segments, device, call):
         assert relative_error(got[name], want) < GRADIENT_TOLERANCE[call.dtype], name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("scalar_gate", [False, True])
 def test_parameters_are_read_in_their_own_dtype(device, dtype, scalar_gate):
     """No copy of them in float32 is needed: the bits are those of one."""
