@@ -42,6 +42,7 @@ class Peer:
     module: str  # importable when it is installed
     package: str  # its distribution, for the version
     install: str
+    tunes = False  # whether its Triton kernels come in many variants, of which it measures the best
 
     def missing(self) -> str | None:
         """What to install, as a sentence; None if it is there."""
@@ -102,6 +103,7 @@ def on_a_pool(x: Inputs, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> 
 class Fla(Peer):
     name, title = "fla", "FLA"
     module, package, install = "fla", "fla-core", "pip install fla-core"
+    tunes = True
 
     def why_not(self, case: Case) -> str | None:
         if not torch.cuda.is_available():
@@ -261,13 +263,14 @@ class GatedDeltaRule(Peer):
     """Libraries without KDA on this hardware, compared where there is one gate a head: Gated DeltaNet, and KDA like it."""
 
     ops: tuple[str, ...] = ("gdn_prefill",)
+    has_norm = False  # whether it normalises q and k itself
 
     def why_not(self, case: Case) -> str | None:
         if case.op not in self.ops and not (case.op == "kda_prefill" and case.has("scalar")):
             return f"compared on {', '.join(self.ops)}, and on KDA with one gate a head (--flags h0,ht,scalar)"
         if not case.is_decode and {"gate", "sigmoid"} & set(case.flags):
             return "compared with the gate and the sigmoid applied beforehand"
-        if not case.is_decode and case.has("norm"):
+        if not case.is_decode and case.has("norm") and not self.has_norm:
             return "compared with the norm applied beforehand"
         return None
 
@@ -275,13 +278,22 @@ class GatedDeltaRule(Peer):
 class FlashQla(GatedDeltaRule):
     name, title = "flashqla", "FlashQLA"
     module, package, install = "flash_qla", "flash-qla", "pip install flash-qla"
+    ops = ("gdn_prefill", "gdn_train")
+    has_norm = True
 
     def prepare(self, x: Inputs) -> Call:
         rule = importlib.import_module("flash_qla").chunk_gated_delta_rule
         assert x.g is not None and x.beta is not None
-        options = {"initial_state": x.h0, "output_final_state": x.case.has("ht"), "state_v_first": True}
-        g, beta, offsets = x.g.float(), x.beta.float(), x.cu_seqlens
-        return Call(lambda: rule(x.q, x.k, x.v, g, beta, cu_seqlens=offsets, **options), read_pair)
+        options = {
+            "output_final_state": x.case.has("ht"),
+            "use_qk_l2norm_in_kernel": x.case.has("norm"),
+            "cu_seqlens": x.cu_seqlens,
+            "state_v_first": True,
+        }
+        if x.case.is_train:
+            return training_call(x, lambda t: rule(t["q"], t["k"], t["v"], t["g"], t["beta"], initial_state=t["h0"], **options))
+        g, beta = x.g.float(), x.beta.float()
+        return Call(lambda: rule(x.q, x.k, x.v, g, beta, initial_state=x.h0, **options), read_pair)
 
 
 class FlashInfer(GatedDeltaRule):

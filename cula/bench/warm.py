@@ -2,10 +2,10 @@
 """Compile before measuring, in many processes: kernels land in the compilers' caches on disk, where the run finds them.
 
 Libraries that tune themselves compile about a hundred variants for each number of heads, one after another: minutes, in
-which nothing is measured. Here every process walks the same list of calls. A peer's call only compiles (`compile_only`),
-and each of its variants goes to the process that asks for it first, so that the work divides evenly however few calls
-there are. cuLA's calls, which tune nothing, each run in one process. No verdict of a tuner comes from here: the run
-times the variants itself, alone on the device.
+which nothing is measured. Here every process walks the same list of calls. Such a library's call only compiles
+(`compile_only`), and each of its variants goes to the process that asks for it first, so that the work divides evenly
+however few calls there are. Calls that tune nothing, cuLA's among them, each run in one process. No verdict of a tuner
+comes from here: the run times the variants itself, alone on the device.
 """
 
 from __future__ import annotations
@@ -86,11 +86,10 @@ def _visit(unit: Unit, first: Callable[[str], bool]) -> None:
     name, backend, values, device = unit
     case = Case.from_json(values)
     contender = Cula(backend) if name == "cula" else next(p for p in PEERS if p.name == name)
-    is_ours = isinstance(contender, Cula)
-    if contender.why_not(case) is not None or (is_ours and not first(case.id)):
+    if contender.why_not(case) is not None or (not contender.tunes and not first(f"{name} {case.id}")):
         return
     try:
-        with torch.set_grad_enabled(case.is_train), contextlib.nullcontext() if is_ours else compile_only(first):
+        with torch.set_grad_enabled(case.is_train), compile_only(first) if contender.tunes else contextlib.nullcontext():
             contender.prepare(make(case, torch.device(device))).run()
         if device.startswith("cuda"):
             torch.cuda.synchronize()

@@ -40,6 +40,7 @@ TABLE = (
     ((8192, 1), (2, 8)),
     ((32768, 1), (2, 8)),
 )
+TRAINED = (((8192, 1), (16, 32)), ((16384, 8), (16, 32)), ((8192, 1), (16, 64)), ((32768, 1), (2, 8)))
 OTHER_HEADS = ((16, 48), (8, 24), (8, 32), (16, 16))
 OTHER_SIZES = ((2048, 1), (8192, 1), (16384, 16))
 
@@ -74,7 +75,9 @@ def _on_gpu(suite: str) -> list[Case]:
     if suite == "gdn-train":
         shapes = [batch(suite, "gdn_train", *_of(size, (16, 32)), flags=TRAINING) for size in ((8192, 1), (16384, 8))]
         shapes.append(Case(suite, "gdn_train", PACKED_LENS, 16, 32, packed=True, flags=TRAINING))
-        return gated(shapes, GATES)
+        # gates and strengths applied beforehand: what libraries without them in their kernels can be compared on
+        prepared = [batch(suite, "gdn_train", total, H, N, HV=HV, flags=("norm",)) for (total, N), (H, HV) in TRAINED]
+        return gated(shapes, GATES) + gated(prepared, ("fast", "slow"))
     return []
 
 
