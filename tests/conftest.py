@@ -4,6 +4,7 @@
 Without a GPU, Triton kernels run in Triton's interpreter, which must be switched on before triton is first imported.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the PTX interpreter's products are small
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(config, items):
 def one_thread_a_worker():
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def room_for_other_workers():
+    """What torch keeps of a test's memory, the others on the same GPU would lack: float64 references take gigabytes."""
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

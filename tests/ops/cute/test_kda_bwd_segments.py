@@ -45,9 +45,9 @@ MORE = [
     (Case((450, 600), gate="softplus", shift=-4.0, has_scalar_gate=True, HV=2), 1.0, 3),
 ]
 ON_A_GPU = [
-    (Case((20000,), is_packed=False, H=2, HV=4, shift=-8.0), 1.0, 20),
-    (Case((20000,), is_packed=False, H=2, HV=4), 1.0, 20),
-    (Case((8000, 3, 900, 4000), H=2, HV=2, shift=-6.0), 1.0, 9),
+    (Case((6000,), is_packed=False, H=2, HV=4, shift=-8.0), 1.0, 20),
+    (Case((6000,), is_packed=False, H=2, HV=4), 1.0, 20),
+    (Case((4000, 3, 900, 2000), H=2, HV=2, shift=-6.0), 1.0, 9),
     (Case((4000,), H=4, HV=4, gate="log", decays="to -50"), 1.0, 8),
 ]
 
