@@ -53,6 +53,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fp16_window import bits_of, from_bits, inverse_of
+from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gate import bounded_unit, slope_of, softplus_unit
 from cula.ops.cute.common.kda_intra import clear_past_end, load_tiles
 from cula.ops.cute.common.kda_intra_steps import KEYS, QUERIES, Chunk, IntraMmas, norms
@@ -388,7 +389,7 @@ class RowsOut(NamedTuple):
     """Where dq or dk of a chunk goes, and what it is made from."""
 
     grad: Any  # [64, 128], in shared memory
-    raw: Any  # q or k
+    rows: Any  # [4 * 8], of q or k: this thread's pieces, which are on their way
     inverse: Any  # [64], norms
     plain: Any  # in bfloat16, where a value head has keys of its own
     share: Any  # in float32, where it shares them
@@ -396,13 +397,22 @@ class RowsOut(NamedTuple):
 
 
 @cute.jit
+def read_rows(raw: cute.Tensor, tid: I32, left: I32):
+    """Our pieces of q or k once more, for which nobody waits yet."""
+    rows = cute.make_rmem_tensor((32,), raw.element_type)
+    for p in cutlass.range_constexpr(4):
+        to = cute.make_tensor(rows.iterator + 8 * p, cute.make_layout((1, 8)))
+        cute.autovec_copy(piece(raw, cutlass.min(16 * p + tid // 16, left - 1), tid), to)
+    return rows
+
+
+@cute.jit
 def store_through_norm(out: cutlass.Constexpr, group: I32, tid: I32, left: I32):
-    """From the gradient of n = r x, x the row: r (dn - n <n, dn>). q and k are read once more, one step ahead."""
-    first, x = tid // 16, cute.make_rmem_tensor((8,), F32)
-    x.store(read_piece(out.raw, cutlass.min(first, left - 1), tid).load())
-    for p in cutlass.range(4, unroll=1):
-        row = 16 * p + first
-        ahead = read_piece(out.raw, cutlass.min(row + 16, left - 1), tid)
+    """From the gradient of n = r x, x the row: r (dn - n <n, dn>)."""
+    for p in cutlass.range_constexpr(4):
+        row = 16 * p + tid // 16
+        x = cute.make_rmem_tensor((8,), F32)
+        x.store(flat(out.rows, 8 * p, 8).load().to(F32))
         dn, r, dot = read_piece(out.grad, row, tid), out.inverse[row], F32(0.0)
         for e in cutlass.range_constexpr(8):
             dot += x[e] * dn[e]
@@ -416,7 +426,6 @@ def store_through_norm(out: cutlass.Constexpr, group: I32, tid: I32, left: I32):
                 write_piece(dn, out.plain, row, tid)
             else:
                 write_piece(dn, out.share, row, tid)
-        x.store(ahead.load())
 
 
 @cute.jit
@@ -663,6 +672,9 @@ def backward_chunk(
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=off)
             if c == 0:
                 mShares[i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
+    # q and k are asked for again before the barrier, whose wait is theirs, too
+    raws = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mQ, memory.mK)]
+    rows = [read_rows(raw, tid, left) for raw in raws]
     cute.arch.sync_threads()
     if tid < 64:
         if is_activated and tid < left:
@@ -672,14 +684,13 @@ def backward_chunk(
             store_dbeta(memory, scalars, place.t0 + tid, place.hv, db)
         if cutlass.const_expr(variant.is_scalar):
             finish_head_gates(x, mShares, tid)
-    for side, grad, raw, plain, share, by in (
-        (QUERIES, smem.dq, memory.mQ, memory.mDq, memory.mShareQ, back * scalars.scale),
-        (KEYS, smem.dk, memory.mK, memory.mDk, memory.mShareK, back),
+    for i, (side, grad, plain, share, by) in enumerate(
+        (
+            (QUERIES, smem.dq, memory.mDq, memory.mShareQ, back * scalars.scale),
+            (KEYS, smem.dk, memory.mDk, memory.mShareK, back),
+        )
     ):
-        ours = [
-            cute.domain_offset((place.t0, 0), m[None, None, head])
-            for m, head in ((raw, place.h), (plain, place.h), (share, place.hv))
-        ]
-        store_through_norm(RowsOut(grad, ours[0], smem.norms[None, side], *ours[1:], by), scalars.group, tid, left)
+        to = [cute.domain_offset((place.t0, 0), m[None, None, head]) for m, head in ((plain, place.h), (share, place.hv))]
+        store_through_norm(RowsOut(grad, rows[i], smem.norms[None, side], *to, by), scalars.group, tid, left)
     if cutlass.const_expr(variant.has_gate_tile):
         store_dg(smem, gate.mDg, tid, left)
