@@ -20,7 +20,8 @@ adds and takes away again cancels.
 
 Two warpgroups. A [64, 64] accumulator of either has rows of tokens. Squares: one has q k^T and M1, the other k k^T and M2, of all
 value heads. Tiles: each has 64 channels dk of dq and dk. All of that stays in registers; what is summed over rows, columns and
-channels of both meets in shared memory, where the first warp makes dg and dbeta of it.
+channels of both meets in shared memory, where the first warp makes dg and dbeta of it; another makes the next head's vectors
+meanwhile.
 
 Units. S and U, dS and dX come scaled by powers of two, and each product is taken back to true ones as it is added up. One more
 power of two takes the largest entry of M1 and M2 to between 1 and 2 when they become operands.
@@ -30,7 +31,7 @@ power of two takes the largest entry of M1 and M2 to between 1 and 2 when they b
 | k, q, as operands                                                 | 32 K  |
 | S, dS                                                             | 64 K  |
 | do, U, dX, two stages; then M1 and M2, dq and dk on their way out | 96 K  |
-| vectors of tokens, inverse norms, sums                            | 7 K   |
+| vectors of tokens, two stages; inverse norms, sums                | 9 K   |
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fp16_window import inverse_of
-from cula.ops.cute.common.fragments import shared_at
+from cula.ops.cute.common.fragments import flat, shared_at
 from cula.ops.cute.common.gate import exp2, inverse_norm, sigmoid, to_log2
 from cula.ops.cute.common.gdn_vectors import GONE, scan, softplus2
 from cula.ops.cute.common.kda_intra import load_tiles
@@ -72,13 +73,17 @@ from cula.ops.cute.sm90.kda_bwd_chunk import (
     largest_of,
     load_records,
     post_largest,
+    prefetch_tiles,
     read_piece,
+    read_rows,
     unit_of,
     write_piece,
 )
 
 THREADS = 256
 STAGES = 2  # value heads whose tokens are there
+AHEAD = 132  # blocks that a GPU has at once
+VECTOR_WARP = 4  # makes vectors of tokens
 DO, U, DX = 0, 1, 2  # tiles of tokens
 K, Q = 0, 1
 
@@ -98,6 +103,8 @@ class Vector(enum.IntEnum):
     SINCE = 1  # f
     UNTIL = 2  # r
     STRENGTH = 3  # b
+    DECAY = 4  # g in log2
+    SLOPE = 5  # of g by the raw gate
 
 
 class Part(enum.IntEnum):
@@ -176,7 +183,7 @@ class SmemLayout(NamedTuple):
     raw_do: Any  # [64, 128, 3 STAGES]: the same as bfloat16
     squares: Any  # [64, 64, 2]: M1, M2
     out: Any  # [64, 128, 2]: dq, dk in bfloat16
-    vectors: Any  # [64, Vector]
+    vectors: Any  # [64, Vector, STAGES]
     inverse: Any  # [64, 2]: 1 / |k|, 1 / |q|
     strengths: Any  # [64]: <dX, v>
     columns: Any  # [64, 8 warps]: column sums of W
@@ -207,7 +214,7 @@ def smem_layout() -> SmemLayout:
         raw_do=raw,
         squares=tile_at(tokens, tile_layout(64, 64, 2, F16), F16),
         out=tile_at(tokens[None, None, 3], tile_layout(64, 128, 2), BF16),
-        vectors=numbers(64, len(Vector)),
+        vectors=numbers(64, len(Vector), STAGES),
         inverse=numbers(64, 2),
         strengths=numbers(64),
         columns=numbers(64, 8),
@@ -257,6 +264,10 @@ class Block(NamedTuple):
 
     def value_head(self, j: Any) -> Any:
         return self.place.h * self.scalars.group + j
+
+    def vectors(self, j: Any) -> Any:
+        """[64, Vector], of the j-th value head."""
+        return self.smem.vectors[None, None, j % STAGES]
 
 
 class Sums(NamedTuple):
@@ -309,6 +320,10 @@ def backward_chunk(x: cutlass.Constexpr):
         load_states(x, I32(0))
         if group > 1:
             load_tokens(x, I32(1))
+    elif me.wid == VECTOR_WARP:
+        write_vectors(x, I32(0))
+    factors = cute.make_rmem_tensor((2,), F32)
+    read_factors(x, I32(0), factors)
     cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
     make_operands(x)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -322,15 +337,29 @@ def backward_chunk(x: cutlass.Constexpr):
     issue(x.mmas.rows, sums.scores, aKq[None, None, None, 1 - me.wg], bKq[None, None, None, K], False)
     warpgroup.wait_group(0)
     for j in cutlass.range(group, unroll=1):
-        one_head(x, sums, j)
+        back = inverse_of(factors[0]) * inverse_of(factors[1])
+        one_head(x, sums, j, factors[1], back)
+        if j + 1 < group:
+            read_factors(x, j + 1, factors)
         if me.wid == 0:  # all have read the states, and the tokens of this head
             if j + 1 < group:
                 load_states(x, j + 1)
             if j + 2 < group:
                 load_tokens(x, j + 2)
-            finish_head(x, j)
+            if j == 0:
+                prefetch_later(x)
+            finish_head(x, j, back)
+        elif me.wid == VECTOR_WARP and j + 1 < group:
+            write_vectors(x, j + 1)
         cute.arch.sync_threads()  # vectors and sums have been read
     finish_keys(x, sums)
+
+
+@cute.jit
+def read_factors(x: cutlass.Constexpr, j: I32, factors: cute.Tensor):
+    """What S and U, dS and dX of the j-th value head are scaled by; nobody waits for them yet."""
+    for i, which in enumerate((FACTOR_OF_S, FACTOR_OF_DS)):
+        factors[i] = x.memory.mFactors[x.record(j), which]
 
 
 # Tiles come
@@ -358,6 +387,25 @@ def load_states(x: cutlass.Constexpr, j: I32):
         [(x.tma.dS, x.smem.dS, (128, 128), record, Full.STATES), (x.tma.S, x.smem.S, (128, 128), record, Full.STATES)],
         x.smem.full,
     )
+
+
+@cute.jit
+def prefetch_later(x: cutlass.Constexpr):
+    """What the block that comes behind this one, or one like it, begins with, to the L2 cache. Blocks are in the order of
+    records. Its tokens are where they are looked for if sequences are whole chunks, and near there if not."""
+    place, smem, tma, HV = x.place, x.smem, x.tma, x.memory.mVec.shape[1]
+    H = HV // x.scalars.group
+    record, of_tokens = x.record(0) + AHEAD * x.scalars.group, smem.tokens[None, None, U]
+    if record < x.memory.mVec.shape[0] * HV:
+        h, chunks = (place.h + AHEAD) % H, (place.h + AHEAD) // H
+        of_records = ((tma.U, of_tokens, (64, 128)), (tma.dX, of_tokens, (64, 128)))
+        of_records += ((tma.S, smem.S, (128, 128)), (tma.dS, smem.dS, (128, 128)))
+        tiles = [(of, s, cute.local_tile(of.coordinates, shape, (record, 0))) for of, s, shape in of_records]
+        of_heads = ((tma.k, smem.raw_k, h), (tma.q, smem.raw_q, h), (tma.do, smem.raw_do[None, None, DO], h * x.scalars.group))
+        for of, s, head in of_heads:
+            of_head = cute.domain_offset((place.t0 + 64 * chunks, 0), of.coordinates[None, None, head])
+            tiles.append((of, s, cute.local_tile(of_head, (64, 128), (0, 0))))
+        prefetch_tiles(tiles)
 
 
 # Rows by threads: sixteen of them have a row of 128 channels
@@ -405,15 +453,23 @@ def scale_do(x: cutlass.Constexpr, stage: I32, factor: F32):
 
 
 @cute.jit
-def store_dv(x: cutlass.Constexpr, j: I32, back: F32):
+def read_values(x: cutlass.Constexpr, j: I32):
+    """Our pieces of v of the j-th value head; nobody waits for them yet."""
+    mV = cute.domain_offset((x.place.t0, 0), x.memory.mV[None, None, x.value_head(j)])
+    return read_rows(mV, x.me.tid, x.place.left)
+
+
+@cute.jit
+def store_dv(x: cutlass.Constexpr, j: I32, values: cute.Tensor, back: F32):
     """dv = b dX, and <dX, v>. What is kept of dX is -dX, and `back` takes it to true units."""
     tid, smem, left, hv = x.me.tid, x.smem, x.place.left, x.value_head(j)
-    mV, mDv = [cute.domain_offset((x.place.t0, 0), m[None, None, hv]) for m in (x.memory.mV, x.memory.mDv)]
+    mDv = cute.domain_offset((x.place.t0, 0), x.memory.mDv[None, None, hv])
     dX = smem.tokens[None, None, 3 * (j % STAGES) + DX]
-    for p in cutlass.range(4, unroll=2):
+    for p in cutlass.range_constexpr(4):
         row = 16 * p + tid // 16
-        v, dx, dot = read_piece(mV, cutlass.min(row, left - 1), tid), read_piece(dX, row, tid), F32(0.0)
-        b = smem.vectors[row, Vector.STRENGTH]
+        v, dx, dot = cute.make_rmem_tensor((8,), F32), read_piece(dX, row, tid), F32(0.0)
+        v.store(flat(values, 8 * p, 8).load().to(F32))
+        b = x.vectors(j)[row, Vector.STRENGTH]
         for e in cutlass.range_constexpr(8):
             dx[e] = -back * dx[e]
             dot += dx[e] * v[e]
@@ -455,9 +511,11 @@ def gates_of(x: cutlass.Constexpr, hv: I32):
 
 
 @cute.jit
-def write_vectors(x: cutlass.Constexpr, hv: I32):
-    """Those of a value head. By a warp."""
-    g2, lane, vectors = gates_of(x, hv).g2, x.me.lane, x.smem.vectors
+def write_vectors(x: cutlass.Constexpr, j: I32):
+    """Those of the j-th value head. By a warp."""
+    hv, lane, vectors = x.value_head(j), x.me.lane, x.vectors(j)
+    gate = gates_of(x, hv)
+    g2 = gate.g2
     before, behind = scan(g2[0] + g2[1], True), scan(g2[0] + g2[1], False)
     for i in cutlass.range_constexpr(2):
         token = 2 * lane + i
@@ -466,16 +524,19 @@ def write_vectors(x: cutlass.Constexpr, hv: I32):
         vectors[token, Vector.SINCE] = exp2(before)
         vectors[token, Vector.UNTIL] = exp2(behind + g2[1] if i == 0 else behind)
         vectors[token, Vector.STRENGTH] = x.memory.mVec[x.place.number, hv, BETA + token]
+        if cutlass.const_expr(x.variant.is_raw):
+            vectors[token, Vector.DECAY] = g2[i]
+            vectors[token, Vector.SLOPE] = -gate.a * sigmoid(gate.z[i])
 
 
 # A value head
 
 
 @cute.jit
-def add_square(x: cutlass.Constexpr, square: cute.Tensor, sums: cutlass.Constexpr, back: F32):
+def add_square(x: cutlass.Constexpr, j: I32, square: cute.Tensor, sums: cutlass.Constexpr, back: F32):
     """do U^T, or -dX U^T, as a share of M1 or M2 and of the sums over W; returns those over rows [2], without and with the factor
     of their row."""
-    smem, me, vectors = x.smem, x.me, x.smem.vectors
+    smem, me, vectors = x.smem, x.me, x.vectors(j)
     rows, weighted, by = [cute.make_rmem_tensor((2,), F32) for _ in range(3)]
     columns = cute.make_rmem_tensor((16,), F32)
     rows.fill(0.0)
@@ -548,14 +609,11 @@ def dot_states(x: cutlass.Constexpr):
 
 
 @cute.jit
-def one_head(x: cutlass.Constexpr, sums: cutlass.Constexpr, j: I32):
+def one_head(x: cutlass.Constexpr, sums: cutlass.Constexpr, j: I32, factor_d: F32, back: F32):
     """All products of a value head; ends with a barrier, behind which its sums are in shared memory."""
-    smem, me, mmas, vectors = x.smem, x.me, x.mmas, x.smem.vectors
-    hv, record, stage, thread = x.value_head(j), x.record(j), j % STAGES, me.tid % 128
-    factor_s, factor_d = x.memory.mFactors[record, FACTOR_OF_S], x.memory.mFactors[record, FACTOR_OF_DS]
-    back = inverse_of(factor_s) * inverse_of(factor_d)
-    if me.wid == 0:
-        write_vectors(x, hv)
+    smem, me, mmas, vectors = x.smem, x.me, x.mmas, x.vectors(j)
+    stage, thread = j % STAGES, me.tid % 128
+    values = read_values(x, j)
     cute.arch.mbarrier_wait(smem.full + Full.TOKENS + stage, j // STAGES % 2)
     scale_do(x, stage, factor_d)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -571,10 +629,10 @@ def one_head(x: cutlass.Constexpr, sums: cutlass.Constexpr, j: I32):
     issue(mmas.rows, square, aTokens[None, None, None, 3 * stage + 2 * me.wg], of(bTokens, U), False)
     cute.arch.mbarrier_wait(smem.full + Full.STATES, j % 2)
     issue(mmas.right, aq, of(aTokens, DO), bS, False)
-    store_dv(x, j, inverse_of(factor_d))
+    store_dv(x, j, values, inverse_of(factor_d))
     dot_states(x)
     warpgroup.wait_group(1)
-    rows, part = add_square(x, square, sums, back)
+    rows, part = add_square(x, j, square, sums, back)
     issue(mmas.right, ak, of(aTokens, DX), bS, False)
     by_q, by_k, by_c, strengths = [cute.make_rmem_tensor((2,), F32) for _ in range(4)]
     for i in cutlass.range_constexpr(2):
@@ -609,36 +667,34 @@ def one_head(x: cutlass.Constexpr, sums: cutlass.Constexpr, j: I32):
 
 
 @cute.jit
-def finish_head(x: cutlass.Constexpr, j: I32):
+def finish_head(x: cutlass.Constexpr, j: I32, back: F32):
     """dg and dbeta of a value head from what all have summed. By a warp."""
-    smem, lane, hv, record = x.smem, x.me.lane, x.value_head(j), x.record(j)
-    factor_s, factor_d = x.memory.mFactors[record, FACTOR_OF_S], x.memory.mFactors[record, FACTOR_OF_DS]
-    gate, w = gates_of(x, hv), cute.make_rmem_tensor((2,), F32)
-    behind = F32(0.0)
+    smem, lane = x.smem, x.me.lane
+    w, behind = cute.make_rmem_tensor((2,), F32), F32(0.0)
     for i in cutlass.range_constexpr(2):
         t = 2 * lane + i
         w[i] = smem.parts[t, 0, Part.W] + smem.parts[t, 1, Part.W]
         behind += smem.parts[t, 0, Part.BEHIND] + smem.parts[t, 1, Part.BEHIND]
         for n in cutlass.range_constexpr(8):
             w[i] = w[i] - smem.columns[t, n]
-        store_dbeta(x, t, hv, smem.strengths[t] + smem.parts[t, 0, Part.BETA] + smem.parts[t, 1, Part.BETA])
+        store_dbeta(x, j, t, smem.strengths[t] + smem.parts[t, 0, Part.BETA] + smem.parts[t, 1, Part.BETA])
     for off in (1, 2, 4, 8, 16):
         behind += cute.arch.shuffle_sync_bfly(behind, offset=off)
     through = smem.warps[0]
     for n in cutlass.range_constexpr(1, 8):
         through += smem.warps[n]
     later = behind + scan(w[0] + w[1], False)
-    later += inverse_of(factor_s) * inverse_of(factor_d) * smem.vectors[63, Vector.SINCE] * through
+    later += back * x.vectors(j)[63, Vector.SINCE] * through
     dg = cute.make_rmem_tensor((2,), F32)
     dg[1] = later + w[1]
     dg[0] = dg[1] + w[0]
-    store_dg(x, gate, dg, hv)
+    store_dg(x, j, dg)
 
 
 @cute.jit
-def store_dbeta(x: cutlass.Constexpr, t: I32, hv: I32, db: F32):
+def store_dbeta(x: cutlass.Constexpr, j: I32, t: I32, db: F32):
     """From the gradient of b to that of beta."""
-    b, top, memory = x.smem.vectors[t, Vector.STRENGTH], x.scalars.beta_top, x.memory
+    b, top, memory, hv = x.vectors(j)[t, Vector.STRENGTH], x.scalars.beta_top, x.memory, x.value_head(j)
     if top > F32(0.0):  # beta is raw
         db = db * (b * (F32(1.0) - b * cute.arch.rcp_approx(top)))
     if t < x.place.left:
@@ -649,17 +705,17 @@ def store_dbeta(x: cutlass.Constexpr, t: I32, hv: I32, db: F32):
 
 
 @cute.jit
-def store_dg(x: cutlass.Constexpr, gate: cutlass.Constexpr, dg: cute.Tensor, hv: I32):
+def store_dg(x: cutlass.Constexpr, j: I32, dg: cute.Tensor):
     """From the gradients of log decays to those of raw gates, and the chunk's shares of their parameters."""
-    of_bias, of_a, memory = F32(0.0), F32(0.0), x.memory
+    of_bias, of_a, memory, hv, vectors = F32(0.0), F32(0.0), x.memory, x.value_head(j), x.vectors(j)
     for i in cutlass.range_constexpr(2):
         t = 2 * x.me.lane + i
         if t < x.place.left:
             d = dg[i]
             if cutlass.const_expr(x.variant.is_raw):
-                d = d * (-gate.a * sigmoid(gate.z[i]))
+                d = d * vectors[t, Vector.SLOPE]
                 of_bias += d
-                of_a += dg[i] * (gate.g2[i] * F32(1.0 / LOG2_E))
+                of_a += dg[i] * (vectors[t, Vector.DECAY] * F32(1.0 / LOG2_E))
             memory.mDg[x.place.t0 + t, hv] = d.to(x.variant.g_type)
     if cutlass.const_expr(x.variant.is_raw):
         for off in (1, 2, 4, 8, 16):
