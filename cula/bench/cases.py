@@ -23,10 +23,17 @@ FLAGS = {
     "f32": "gates and betas in float32 beside tokens in another dtype",
     "pool": "first and last states in slots of a pool, in place (prefill)",
     "keep": "the states after each draft token are kept (decode)",
+    "invariant": "the same bits alone, in any batch and packed",
 }
 # What a case of the suite "api" does beyond repeating one call.
 HOST_MODES = {"host": "", "host-o": "makes o", "host-lengths": "another length each time", "host-pool": "on a pool"}
-LABELLED = {"scalar": "one gate a head", "f32": "float32 gates", "pool": "on a pool", "keep": "states kept"}
+LABELLED = {
+    "scalar": "one gate a head",
+    "f32": "float32 gates",
+    "pool": "on a pool",
+    "keep": "states kept",
+    "invariant": "batch invariant",
+}
 ALL_FLAGS = ("gate", "sigmoid", "norm", "h0", "ht")
 
 
@@ -88,6 +95,11 @@ class Case:
     def is_host(self) -> bool:
         """Whether it measures what a call costs the host."""
         return self.mode.startswith("host")
+
+    @property
+    def is_ours_alone(self) -> bool:
+        """Whether it compares cuLA with itself."""
+        return self.suite == "invariant" or self.mode in ("host-lengths", "host-pool")
 
     @property
     def torch_dtype(self) -> torch.dtype:

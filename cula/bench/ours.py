@@ -87,6 +87,8 @@ class Cula(Peer):
         if case.mode == "host-pool":
             pool = options.pop("initial_state").clone()
             options |= {"state_pool": pool, "initial_state_indices": torch.arange(len(pool), dtype=torch.int32, device=x.device)}
+        if case.has("invariant"):
+            options["batch_invariant"] = True
         if case.packed:
             options["cu_seqlens"] = x.cu_seqlens
         return FAMILIES[case.family].load_entry(), args, options

@@ -64,7 +64,7 @@ def run(
     done = {
         row["id"]
         for row in result["rows"]
-        if row["suite"] == "dist" or names <= measured(row) or row["case"]["mode"] in ("host-lengths", "host-pool")
+        if row["suite"] == "dist" or names <= measured(row) or Case.from_json(row["case"]).is_ours_alone
     }
     todo = [c for c in cases if c.id not in done]
     if settings.tune_ms is not None and settings.device.type == "cuda":
@@ -127,7 +127,7 @@ def measure(case: Case, settings: Settings, contenders: Sequence[Peer], bandwidt
     if case.suite == "dist":
         entries = _dist_entries(x, settings, want, part)
     else:
-        for contender in contenders if case.mode not in ("host-lengths", "host-pool") else contenders[:1]:
+        for contender in contenders[:1] if case.is_ours_alone else contenders:
             entries[contender.name] = _entry(contender, x, want, part)
             _free(device)
     ours = contenders[0]

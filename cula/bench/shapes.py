@@ -45,6 +45,15 @@ def host_cases(ops: Sequence[str], decode: str, gate: str, is_gpu: bool) -> list
     return cases if is_gpu else [replace(c, K=32, V=32, dtype="float32") for c in cases]
 
 
+def invariant_cases(family: str, gate: str, heads: Sequence[tuple[int, int]], is_gpu: bool) -> list[Case]:
+    """The suite "invariant" of a family: each call as it is, and with `batch_invariant=True`. Heads are those of a GPU."""
+    sizes = ((1, 8192), (8, 2048), (1, 1024)) if is_gpu else ((2, 256),)
+    heads = heads if is_gpu else [(2, 2 * HV // H) for H, HV in heads[:1]]
+    plain = [Case("invariant", f"{family}_prefill", (T,) * N, *of, gate=gate) for of in heads for N, T in sizes]
+    every = [case for c in plain for case in (c, replace(c, flags=(*c.flags, "invariant")))]
+    return every if is_gpu else on_cpu(every)
+
+
 def on_cpu(cases: Sequence[Case]) -> list[Case]:
     """Small heads in float32: seconds, on any machine."""
     return [replace(c, K=64, V=64, dtype="float32") for c in cases]

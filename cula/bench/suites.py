@@ -14,6 +14,7 @@ from cula.bench.family import bench_of, with_benches
 SHARED = {
     "decode": "one token, or a few, for each row from a pool of states",
     "models": "calls that models make, as serving engines and libraries make them",
+    "invariant": "what it costs that a sequence has the same bits alone, in any batch and packed",
     "dist": "context and tensor parallelism over the devices of this machine",
     "api": "host time a call: dispatch, eager, graph replay",
 }

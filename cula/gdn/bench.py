@@ -25,7 +25,18 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
-from cula.bench.shapes import PACKED_LENS, PREPARED, STEPS, TRAINING, batch, gated, host_cases, model_cases, on_cpu
+from cula.bench.shapes import (
+    PACKED_LENS,
+    PREPARED,
+    STEPS,
+    TRAINING,
+    batch,
+    gated,
+    host_cases,
+    invariant_cases,
+    model_cases,
+    on_cpu,
+)
 from cula.gdn.reference import gdn_gate
 
 GATES = ("fast", "slow", "init")
@@ -52,6 +63,8 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
         return host_cases(("gdn_prefill", "gdn_train"), "gdn_decode", "fast", is_gpu)
     if suite == "models":
         return model_cases("gdn", is_gpu)
+    if suite == "invariant":
+        return invariant_cases("gdn", "slow", ((16, 32),), is_gpu)
     return _on_gpu(suite) if is_gpu else on_cpu(_small(suite))
 
 

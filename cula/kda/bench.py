@@ -24,7 +24,18 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
-from cula.bench.shapes import PACKED_LENS, PREPARED, TRAINING, batch, decode_cases, gated, host_cases, model_cases, on_cpu
+from cula.bench.shapes import (
+    PACKED_LENS,
+    PREPARED,
+    TRAINING,
+    batch,
+    decode_cases,
+    gated,
+    host_cases,
+    invariant_cases,
+    model_cases,
+    on_cpu,
+)
 from cula.kda.reference import kda_gate
 
 GATES = ("fast", "slow", "init")
@@ -62,6 +73,8 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
         return decode_cases("kda_decode", "fast", is_gpu)
     if suite == "models":
         return model_cases("kda", is_gpu)
+    if suite == "invariant":
+        return invariant_cases("kda", "fast", ((16, 16), (64, 64)), is_gpu)
     if suite == "api":
         small = host_cases(("kda_prefill", "kda_train"), "kda_decode", "fast", is_gpu)
         longer = replace(small[0], lens=(1024,))  # on Hopper split, where 64 tokens are fused

@@ -13,7 +13,7 @@ from torch import Tensor
 from cula.bench.cases import Case
 from cula.bench.family import FamilyBench, Leaves
 from cula.bench.inputs import Inputs, Random, normalise, recurrence_operands
-from cula.bench.shapes import PACKED_LENS, batch, decode_cases, host_cases, model_cases, on_cpu
+from cula.bench.shapes import PACKED_LENS, batch, decode_cases, host_cases, invariant_cases, model_cases, on_cpu
 
 SLOPES = "slopes"
 
@@ -25,6 +25,8 @@ def cases(suite: str, is_gpu: bool) -> list[Case]:
         return host_cases(("lightning_prefill",), "lightning_decode", SLOPES, is_gpu)
     if suite == "models":
         return model_cases("lightning", is_gpu)
+    if suite == "invariant":
+        return invariant_cases("lightning", SLOPES, ((32, 32),), is_gpu)
     if suite != "lightning":
         return []
     if not is_gpu:
