@@ -56,7 +56,7 @@ from cula.ops.cute.toolchain.variants import collect, modules_of  # noqa: E402
 
 SUITES = (  # what models call first
     "kda-gates", "gdn-prefill", "kda-train", "gdn-train", "models", "decode", "kda-prefill", "lightning", "api", "segments",
-    "gva", "dist",
+    "gva", "invariant", "dist",
 )  # fmt: skip
 SCRIPTS = {"train-model": "train_model.py", "fla-layers": "fla_layers.py", "first-call": "first_call.py"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")

@@ -118,10 +118,8 @@ def test_every_kernel_is_checked_and_the_worst_decides(tmp_path, monkeypatch, ca
     monkeypatch.setattr(hardware_run, "collect", lambda modules: [types.SimpleNamespace(name="kda_a")])
     assert hardware_run.check_kernels("sm_100a", tmp_path) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: (9, 0))
-    finds["bwd_kda_e"] = {"error": 0.3}
-    assert hardware_run.check_kernels("sm_90a", tmp_path) == 0, "Hopper has a recorded run of this one"
-    monkeypatch.setattr(hardware_run, "collect", lambda modules: [types.SimpleNamespace(name="bwd_kda_e")])
-    assert hardware_run.check_kernels("sm_90a", tmp_path) == 1, "and none of this one"
+    finds["kda_a"] = {"error": 0.3}
+    assert hardware_run.check_kernels("sm_90a", tmp_path) == 0, "Hopper has a recorded run of it"
 
 
 @needs_no_gpu

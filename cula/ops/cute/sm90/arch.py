@@ -22,9 +22,7 @@ HOPPER = Arch(
     ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    # KDA's prefill has run, but for what looks at the lengths of packed sequences, and at norms of transitions. To shorten the
-    # list: `python tools/hardware_run.py` on one, and its figures in docs/.
-    new=("bwd_*", "decode_steps_*", "gdn_*", "kda_*", "fused_kda_*"),
+    new=(),
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,
