@@ -16,8 +16,8 @@ any other. The output is not in the chain: it takes S and E, in 16 bits, from sh
 | warpgroup       | role                                                      | registers, half (whole) |
 |-----------------|-----------------------------------------------------------|-------------------------|
 | 0 (and 1)       | `state_role`: the chain, 64 rows dv each                  | 176 (160) |
-| the next        | `output_role`                                             | 160 (112) |
-| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 80; two: 88 |
+| the next        | `output_role`                                             | 160 (112; bf16 120) |
+| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 80 (bf16 72); two: 88 |
 
 A block has a whole state, or half of one where heads are too few; then two warpgroups prepare, every other chunk each. Every role
 asks for its own tiles by TMA.
@@ -78,6 +78,7 @@ THREADS, LAUNCH_REGISTERS = 512, 128
 # Of roles, in the order above: 512 in all warpgroups.
 REGISTERS = {
     "gdn_f16_whole": (160, 112, 80),
+    "gdn_bf16_whole": (160, 120, 72),
     "gdn_f16_half": (176, 160, 88),
     "gdn_bf16_half": (176, 160, 88),
 }
@@ -280,5 +281,5 @@ def gdn_host(
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix", "stmatrix", "setmaxnreg")
-    for variant in (GdnVariant(F16, 2), GdnVariant(F16, 1), GdnVariant(BF16, 1)):
+    for variant in (GdnVariant(dtype, parts) for dtype in (F16, BF16) for parts in (2, 1)):
         yield Variant(variant.name, gdn_host, fake_arguments(GDN, gdn_host, variant), uses=uses)
