@@ -20,8 +20,8 @@ from cula.ops.cute.gdn_abi import WORKSPACE
 from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.tensors import sms_of
 
-# Microseconds a chunk, of a block with a whole state and of one with half of it, by whether keys are normalised in the kernel. Only
-# their ratio matters. Measured on an H200, but for a whole state of keys as they came, which is a guess.
+# Microseconds a chunk, of a block with a whole state and of one with half of it, by whether keys are normalised in the kernel.
+# Only their ratio matters. Measured on an H200, but for a whole state and keys as they came, which is a guess.
 WHOLE_US, HALF_US = {True: 4.5, False: 2.8}, {True: 3.65, False: 2.25}
 MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
 # On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of

@@ -173,9 +173,7 @@ def copy_our_rows(source: cute.Tensor, to: cute.Tensor, wid: I32, rows: I32):
 
 
 @cute.jit
-def queries(
-    mmas: cutlass.Constexpr, smem: cutlass.Constexpr, place: I32, thread: I32, wid: I32, variant: cutlass.Constexpr
-):
+def queries(mmas: cutlass.Constexpr, smem: cutlass.Constexpr, place: I32, thread: I32, wid: I32, variant: cutlass.Constexpr):
     """As a left operand: where they lie, or normalised in registers."""
     if cutlass.const_expr(variant.is_normalised):
         return load_queries(smem.q[None, None, place], wid)
