@@ -20,8 +20,9 @@ from cula.ops.cute.gdn_abi import WORKSPACE
 from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.tensors import sms_of
 
-# Microseconds a chunk, of a block with a whole state and of one with half of it. Only their ratio matters.
-WHOLE_US, HALF_US = 2.0, 1.3
+# Microseconds a chunk, of a block with a whole state and of one with half of it, by whether keys are normalised in the kernel.
+# Only their ratio matters. Measured on an H200, but for a whole state and keys as they came, which is a guess.
+WHOLE_US, HALF_US = {True: 4.5, False: 2.8}, {True: 3.65, False: 2.25}
 MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
 # On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of
 # heads over all SMs. Counted, not measured (docs/gdn-blackwell.md).
@@ -63,10 +64,9 @@ def _on_blackwell(p: GdnProblem, num_sms: int) -> Schedule | None:
 def _on_hopper(p: GdnProblem, num_sms: int) -> Schedule:
     """Whole states where heads fill the GPU, otherwise as many pieces as there are SMs for, and as are worth a step of the chain
     between them. Batch-invariant calls have the same kernel for any number of heads, and sequences in one piece."""
-    heads = p.N * p.HV
-    if p.options.batch_invariant:
-        return Schedule(blocks=min(heads, num_sms)) if p.options.use_qk_l2norm_in_kernel else Schedule(blocks=0, pieces=1)
-    if p.options.use_qk_l2norm_in_kernel and -(-heads // num_sms) * WHOLE_US <= -(-heads // (num_sms // 2)) * HALF_US:
+    heads, is_normalised = p.N * p.HV, p.options.use_qk_l2norm_in_kernel
+    whole_us, half_us = WHOLE_US[is_normalised], HALF_US[is_normalised]
+    if p.options.batch_invariant or -(-heads // num_sms) * whole_us <= -(-heads // (num_sms // 2)) * half_us:
         return Schedule(blocks=min(heads, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
     most = round(MOST_PIECES * math.sqrt(mean))

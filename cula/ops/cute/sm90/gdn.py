@@ -13,11 +13,11 @@ With one gate a head, decays, norms and strengths are factors of rows and column
 lies in shared memory. E is the error of the prediction, and b E what is written: b is never divided by, and zero is a number like
 any other. The output is not in the chain: it takes S and E, in 16 bits, from shared memory.
 
-| warpgroup       | role                                                      | registers |
-|-----------------|-----------------------------------------------------------|-----------|
-| 0 (and 1)       | `state_role`: the chain, 64 rows dv each                  | 160 (208) |
-| the next        | `output_role`                                             | 96        |
-| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 96        |
+| warpgroup       | role                                                      | registers, half (whole) |
+|-----------------|-----------------------------------------------------------|-------------------------|
+| 0 (and 1)       | `state_role`: the chain, 64 rows dv each                  | 176 (160) |
+| the next        | `output_role`                                             | 160 (112; bf16 120) |
+| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 80 (bf16 72); two: 88 |
 
 A block has a whole state, or half of one where heads are too few; then two warpgroups prepare, every other chunk each. Every role
 asks for its own tiles by TMA.
@@ -25,12 +25,12 @@ asks for its own tiles by TMA.
 | shared memory                | bytes, whole | half  |
 |------------------------------|--------------|-------|
 | k: four stages               | 64 K         | 64 K  |
-| q                            | 16 K         | 16 K  |
+| q, and o in its place: two   | 32 K         | 32 K  |
 | v: two stages                | 32 K         | 16 K  |
-| S, E in 16 bits; o           | 64 K         | 32 K  |
+| S, E in 16 bits              | 48 K         | 24 K  |
 | T: two of them               | 16 K         | 16 K  |
 | A, to be inverted            | 12.5 K       | 25 K  |
-| vectors                      | 4.5 K        | 4.5 K |
+| vectors                      | 8.8 K        | 8.5 K |
 
 `Bars` in `gdn_smem.py` has the mbarriers. The precision is `dtype`: fp16 operands where keys and queries are normalised here,
 rows of the state then run in `fp16_window.py`; bf16 otherwise.
@@ -75,14 +75,22 @@ from .gdn_smem import allocate, init_barriers
 from .gdn_state import state_role
 
 THREADS, LAUNCH_REGISTERS = 512, 128
-# Of roles, in the order above, by parts: 512 in all.
-REGISTERS = {2: (160, 112, 80), 1: (176, 160, 88)}
+# Of roles, in the order above: 512 in all warpgroups.
+REGISTERS = {
+    "gdn_f16_whole": (160, 112, 80),
+    "gdn_bf16_whole": (160, 120, 72),
+    "gdn_f16_half": (176, 160, 88),
+    "gdn_bf16_half": (176, 160, 88),
+}
 
 
 class GdnMmas(NamedTuple):
     """Products: of a warpgroup by where operands lie, and of a warp for the inverse."""
 
     kk: Any  # [64, 64], both in shared memory
+    q_k: Any  # [64, 64] of a K-major tile, queries in registers or not
+    q_s: Any  # the same, [64, columns of o]
+    p_e: Any  # the same, A in registers
     x: Any  # [64, 64] of a K-major tile, A in registers
     t: Any  # [64, 64] of an MN-major tile
     s: Any  # [64, 128] of an MN-major tile
@@ -90,9 +98,13 @@ class GdnMmas(NamedTuple):
     tf32: Any
 
 
-def gdn_mmas(dtype: Any) -> GdnMmas:
+def gdn_mmas(variant: GdnVariant) -> GdnMmas:
+    dtype, width = variant.dtype, 64 * variant.parts // variant.outputs
     return GdnMmas(
         wgmma(64, K_MAJOR, False, dtype),
+        wgmma(64, K_MAJOR, variant.is_normalised, dtype),
+        wgmma(width, K_MAJOR, variant.is_normalised, dtype),
+        wgmma(width, K_MAJOR, True, dtype),
         wgmma(64, K_MAJOR, True, dtype),
         wgmma(64, MN_MAJOR, True, dtype),
         wgmma(128, MN_MAJOR, True, dtype),
@@ -137,7 +149,7 @@ def gdn_kernel(
         ours = items._replace(rank=block & 1)
         cluster = block >> 1
         plan = plan_piece(ours, gates, scalars, smem.warm_ups, cluster % items.total, cluster // items.total, variant)
-    registers = cutlass.const_expr(REGISTERS[parts])
+    registers = cutlass.const_expr(REGISTERS[variant.name])
     if role < parts:
         cute.arch.setmaxregister_increase(registers[0])
         state_role(tma.v, states, scalars, ours, plan, mmas, smem, bars, role, variant)
@@ -232,12 +244,12 @@ def gdn_host(
         cute.make_tensor(at_address(I32, a, 4), cute.make_layout((n,), stride=(1,)))
         for a, n in ((cu, N + 1), (read_from, N), (write_to, N))
     ]
-    lt, half = tile_layout(64, 128), tile_layout(64, 64)
+    lt, half, of_warp = tile_layout(64, 128), tile_layout(64, 64), tile_layout(16, 64)
     tma = GdnTma(
-        q=tma_load(by_head(mQ), lt, (64, 128)),
+        q=tma_load(by_head(mQ), of_warp, (16, 64)),
         k=tma_load(by_head(mK), lt, (64, 128)),
         v=tma_load(by_head(mV), half, (64, 64)),
-        o=tma_store(by_head(mO), half, (64, 64)),
+        o=tma_store(by_head(mO), of_warp, (16, 64)),
     )
     records = 2 * pieces * N * HV
     at = WORKSPACE.offsets(records=Int64(records))
@@ -255,7 +267,7 @@ def gdn_host(
         States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut, handed),
         Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
         Items(HV, HV // H, length, N * HV, mCu, pieces, I32(0), I32(0), I32(0)),
-        gdn_mmas(variant.dtype),
+        gdn_mmas(variant),
         variant,
     ).launch(
         grid=(blocks if variant.parts == 2 else records, 1, 1),
@@ -269,6 +281,5 @@ def gdn_host(
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix", "stmatrix", "setmaxnreg")
-    # Of queries that are operands as they came the compiler keeps two copies: a block with a whole state has no room for that.
-    for variant in (GdnVariant(F16, 2), GdnVariant(F16, 1), GdnVariant(BF16, 1)):
+    for variant in (GdnVariant(dtype, parts) for dtype in (F16, BF16) for parts in (2, 1)):
         yield Variant(variant.name, gdn_host, fake_arguments(GDN, gdn_host, variant), uses=uses)

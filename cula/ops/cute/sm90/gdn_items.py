@@ -24,6 +24,16 @@ class GdnVariant(NamedTuple):
         return 3 - self.parts
 
     @property
+    def outputs(self) -> int:
+        """In how many products a chunk's output is made: with queries in registers in one a part, or there is no room."""
+        return self.parts if self.is_normalised else 1
+
+    @property
+    def early_factors(self) -> int:
+        """Of the four blocks of 16 columns of P, for how many there are registers for factors while the product runs."""
+        return 4 if self.parts == 1 else 0
+
+    @property
     def name(self) -> str:
         return f"gdn_{'f16' if self.is_normalised else 'bf16'}_{'whole' if self.parts == 2 else 'half'}"
 

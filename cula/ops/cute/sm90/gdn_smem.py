@@ -19,7 +19,6 @@ KEY_STAGES, WARPS = 4, 16
 class Barrier(enum.IntEnum):
     """Named barriers; of the warpgroups that prepare, this is the first's."""
 
-    OUTPUT = 1
     PREPARE = 2
     STATE = 4  # a state has been written to memory
 
@@ -29,12 +28,11 @@ class Smem(NamedTuple):
 
     raw_k: Any  # [64, 128, KEY_STAGES], as it came
     k: Any  # the same memory, in the type of operands
-    q: Any  # [64, 128]
+    q: Any  # [64, 128, 2]: two stages, in which o takes the place of queries
     v: Any  # [64 tokens, 64 dv, 2 parts]: two stages a part
     S: Any  # [64 dv, 128 dk, parts]
     E: Any  # [64 dv, 64 tokens, parts]
     T: Any  # [64 i, 64 t, 2]: transposed
-    o: Any  # [64 tokens, 64 dv, parts]
     vectors: Any  # [VECTORS, VECTOR_STAGES]
     unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
     below: Any  # A below the diagonal, by blocks, of each preparer
@@ -51,6 +49,7 @@ class Bars(NamedTuple):
     k_empty: Any  # all have read both
     t_ready: Any  # T is in place, for each of its two
     q_full: Any
+    q_empty: Any  # products of queries in shared memory are done
     v_full: Any  # for each part and stage
     v_empty: Any
     s_full: Any  # S in 16 bits is in place, for each part
@@ -65,12 +64,11 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
     preparers = 3 - parts
     keys = tile_layout(64, 128, KEY_STAGES)
     raw_k = allocate_tile(smem, keys)
-    q = allocate_tile(smem, tile_layout(64, 128, 1))
+    q = allocate_tile(smem, tile_layout(64, 128, 2))
     v = allocate_tile(smem, tile_layout(64, 64, 2 * parts))
-    S = allocate_tile(smem, tile_layout(64, 128, parts, dtype), dtype)
+    S = allocate_tile(smem, tile_layout(64 * parts, 128, None, dtype), dtype)  # also one operand of 128 rows
     E = allocate_tile(smem, tile_layout(64, 64, parts, dtype), dtype)
     T = allocate_tile(smem, tile_layout(64, 64, 2, dtype), dtype)
-    o = allocate_tile(smem, tile_layout(64, 64, parts))
     vectors = smem.allocate_tensor(F32, cute.make_layout((VECTORS, VECTOR_STAGES)), byte_alignment=16)
     unit = smem.allocate_tensor(F32, cute.make_layout((64, parts)), byte_alignment=16)
     below = smem.allocate_tensor(F32, blocks(6 * preparers), byte_alignment=16)
@@ -80,7 +78,8 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
     bars = Bars(*(smem.allocate_array(cutlass.Int64, n) for n in counts))
     M = allocate_tile(smem, tile_layout(64, 128, 2, F16), F16) if parts == 1 else None
     warm_ups = smem.allocate_tensor(I32, cute.make_layout((WARPS,)), byte_alignment=16)
-    return Smem(raw_k, k, q, v, S, E, T, o, vectors, unit, below, diagonal, M, warm_ups), bars
+    S = cute.local_tile(S, (64, 128), (None, 0))
+    return Smem(raw_k, k, q, v, S, E, T, vectors, unit, below, diagonal, M, warm_ups), bars
 
 
 def arrivals(parts: int) -> Bars:
@@ -91,7 +90,8 @@ def arrivals(parts: int) -> Bars:
         k_ready=[1] * stages,
         k_empty=[4 * parts + 4] * stages,
         t_ready=[1] * 2,
-        q_full=[1],
+        q_full=[4],
+        q_empty=[4],
         v_full=[1] * of_v,
         v_empty=[4] * of_v,
         s_full=[4] * parts,
