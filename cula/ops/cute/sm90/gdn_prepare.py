@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
-from cula.ops.cute.common.fragments import flat, shared_at, widen
+from cula.ops.cute.common.fragments import shared_at, widen
 from cula.ops.cute.common.gate import exp2, inverse_norm
 from cula.ops.cute.common.gdn_items import whole_plan
 from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, Ahead, gate_of, read_ahead, read_pairs, write_vectors
@@ -110,33 +110,46 @@ def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n
 def make_operands(tile: cute.Tensor, wid: I32, lane: I32, left: I32, variant: cutlass.Constexpr):
     """Keys normalised and rounded to fp16, in place, zeros past the end. Keys that are operands as they came: only the zeros.
 
-    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice.
+    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice. It reads them twice, in loops: code
+    that is long does not stay in the instruction cache beside that of other roles.
     """
+    # Beside whole states the loops are none: with them the compiler finds the output's role short of registers.
+    unroll = cutlass.const_expr(4 if variant.parts == 2 else 1)
     row = 16 * wid + lane % 16
     at = I32(tile.iterator.toint()) + row * 128 + (lane // 16) * HALF
     if cutlass.const_expr(variant.is_normalised):
-        x = cute.make_rmem_tensor((64,), BF16)
-        for p in cutlass.range_constexpr(8):
-            cute.autovec_copy(shared_at(at + ((p ^ (row & 7)) << 4), BF16, 8, 16), eight(x, p))
-        if row >= left:
-            x.fill(0.0)
         sums, wide = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((8,), F32)
         sums.fill(0.0)
-        for p in cutlass.range_constexpr(8):
-            widen(flat(x, 8 * p, 8), wide)
-            for e in cutlass.range_constexpr(8):
-                sums[e % 4] += wide[e] * wide[e]
+        for pair in cutlass.range(0, 8, 2, unroll=unroll):
+            for p in cutlass.range_constexpr(2):
+                widen(piece_of(at, row, pair + p), wide)
+                for e in cutlass.range_constexpr(8):
+                    sums[e % 4] += wide[e] * wide[e]
         total = (sums[0] + sums[1]) + (sums[2] + sums[3])
         inverse = inverse_norm(total + cute.arch.shuffle_sync_bfly(total, offset=16))
-        for p in cutlass.range_constexpr(8):
-            out = cute.make_rmem_tensor((8,), F16)
-            out.store((flat(x, 8 * p, 8).load().to(F32) * inverse).to(F16))  # not `widen`: what it made is not kept so long
-            cute.autovec_copy(eight(out, 0), shared_at(at + ((p ^ (row & 7)) << 4), F16, 8, 16))
+        for pair in cutlass.range(0, 8, 2, unroll=unroll):
+            pieces = [piece_of(at, row, pair + p) for p in range(2)]
+            for p in cutlass.range_constexpr(2):
+                widen(pieces[p], wide)
+                out = cute.make_rmem_tensor((8,), F16)
+                out.store((wide.load() * inverse).to(F16))
+                words = cute.recast_tensor(out, I32)
+                for i in cutlass.range_constexpr(4):
+                    words[i] = words[i] if row < left else I32(0)  # also where it is no number
+                cute.autovec_copy(eight(out, 0), shared_at(at + (((pair + p) ^ (row & 7)) << 4), F16, 8, 16))
     elif row >= left:
         zero = cute.make_rmem_tensor((8,), BF16)
         zero.fill(0.0)
         for p in cutlass.range_constexpr(8):
             cute.autovec_copy(eight(zero, 0), shared_at(at + 16 * p, BF16, 8, 16))
+
+
+@cute.jit
+def piece_of(at: I32, row: I32, p: I32):
+    """Piece p of a row's half."""
+    x = cute.make_rmem_tensor((8,), BF16)
+    cute.autovec_copy(shared_at(at + ((p ^ (row & 7)) << 4), BF16, 8, 16), eight(x, 0))
+    return x
 
 
 def eight(x: Any, p: int) -> Any:
