@@ -121,7 +121,7 @@ def gdn_kernel(
     smem, bars = allocate(SmemAllocator(), parts, variant.dtype)
     if warp_id == 0:
         with cute.arch.elect_one():
-            init_barriers(bars, parts)
+            init_barriers(bars, parts, block & 1)
         for of in tma:
             cpasync.prefetch_descriptor(of.atom)
     cute.arch.mbarrier_init_fence()

@@ -14,6 +14,7 @@ from cula.ops.cute.common.inverse import blocks
 from cula.ops.cute.common.tiles import F16, F32, I32, allocate_tile, tile_at, tile_layout
 
 KEY_STAGES, WARPS = 4, 16
+T_STAGES = {2: 2, 1: 4}  # by parts
 
 
 class Barrier(enum.IntEnum):
@@ -33,7 +34,7 @@ class Smem(NamedTuple):
     v: Any  # [64 tokens, 64 dv, 2 parts]: two stages a part
     S: Any  # [64 dv, 128 dk, parts]
     E: Any  # [64 dv, 64 tokens, parts]
-    T: Any  # [64 i, 64 t, 2]: transposed
+    T: Any  # [64 i, 64 t, T_STAGES]: transposed
     o: Any  # [64 tokens, 64 dv, parts]
     vectors: Any  # [VECTORS, VECTOR_STAGES]
     unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
@@ -49,7 +50,8 @@ class Bars(NamedTuple):
     k_full: Any  # keys have come, for each stage
     k_ready: Any  # they are operands, and vectors are in place
     k_empty: Any  # all have read both
-    t_ready: Any  # T is in place, for each of its two
+    t_ready: Any  # T is in place, for each of its stages; half of them are the partner's where there is one
+    t_asked: Any  # the partner has room for T, for each stage of ours
     q_full: Any
     v_full: Any  # for each part and stage
     v_empty: Any
@@ -69,7 +71,7 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
     v = allocate_tile(smem, tile_layout(64, 64, 2 * parts))
     S = allocate_tile(smem, tile_layout(64, 128, parts, dtype), dtype)
     E = allocate_tile(smem, tile_layout(64, 64, parts, dtype), dtype)
-    T = allocate_tile(smem, tile_layout(64, 64, 2, dtype), dtype)
+    T = allocate_tile(smem, tile_layout(64, 64, T_STAGES[parts], dtype), dtype)
     o = allocate_tile(smem, tile_layout(64, 64, parts))
     vectors = smem.allocate_tensor(F32, cute.make_layout((VECTORS, VECTOR_STAGES)), byte_alignment=16)
     unit = smem.allocate_tensor(F32, cute.make_layout((64, parts)), byte_alignment=16)
@@ -84,13 +86,15 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
 
 
 def arrivals(parts: int) -> Bars:
-    """How many arrivals each mbarrier counts: in the order in which they lie. Warps arrive, or one thread for all."""
+    """How many arrivals each mbarrier counts: in the order in which they lie. Warps arrive, or one thread for all. Of `t_ready`,
+    where blocks prepare for each other, `init_barriers` knows more."""
     stages, of_v = KEY_STAGES, 2 * parts
     return Bars(
         k_full=[1] * stages,
         k_ready=[1] * stages,
         k_empty=[4 * parts + 4] * stages,
-        t_ready=[1] * 2,
+        t_ready=[1] * T_STAGES[parts],
+        t_asked=[1] * T_STAGES[parts],
         q_full=[1],
         v_full=[1] * of_v,
         v_empty=[4] * of_v,
@@ -103,8 +107,16 @@ def arrivals(parts: int) -> Bars:
     )
 
 
-def init_barriers(bars: Bars, parts: int) -> None:
-    """By one thread."""
+def init_barriers(bars: Bars, parts: int, rank: Any) -> None:
+    """By one thread. T of our own chunks comes from four warps, that of the partner's as bytes."""
     for bar, counts in zip(bars, arrivals(parts)):
         for i, count in enumerate(counts):
+            if bar is bars.t_ready and parts == 1:
+                count = I32(4) - I32(3) * (rank ^ (i & 1))
             cute.arch.mbarrier_init(bar + i, count)
+
+
+def stage_of_t(smem: Smem, n: Any) -> tuple[Any, Any]:
+    """Where T of the block's n-th chunk lies, and how often, modulo 2, another one did before."""
+    stages = cute.size(smem.T, mode=[2])
+    return n & (stages - 1), (n >> stages.bit_length() - 1) & 1
