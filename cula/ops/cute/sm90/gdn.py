@@ -19,8 +19,9 @@ any other. The output is not in the chain: it takes S and E, in 16 bits, from sh
 | the next        | `output_role`                                             | 96        |
 | the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 96        |
 
-A block has a whole state, or half of one where heads are too few; then two warpgroups prepare, every other chunk each. Every role
-asks for its own tiles by TMA.
+A block has a whole state, or half of one where heads are too few; then two warpgroups prepare in each of the two blocks. Keys
+and vectors are each block's own, T of every other chunk comes from the partner (`share_head`). Every role asks for its own tiles
+by TMA.
 
 | shared memory                | bytes, whole | half  |
 |------------------------------|--------------|-------|
@@ -28,7 +29,7 @@ asks for its own tiles by TMA.
 | q                            | 16 K         | 16 K  |
 | v: two stages                | 32 K         | 16 K  |
 | S, E in 16 bits; o           | 64 K         | 32 K  |
-| T: two of them               | 16 K         | 16 K  |
+| T: two, or four of them      | 16 K         | 32 K  |
 | A, to be inverted            | 12.5 K       | 25 K  |
 | vectors                      | 4.5 K        | 4.5 K |
 

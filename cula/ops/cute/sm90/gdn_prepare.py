@@ -125,8 +125,8 @@ def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n
 def make_operands(tile: cute.Tensor, wid: I32, lane: I32, left: I32, variant: cutlass.Constexpr):
     """Keys normalised and rounded to fp16, in place, zeros past the end. Keys that are operands as they came: only the zeros.
 
-    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice. It reads them twice, in loops: code
-    that is long does not stay in the instruction cache beside that of other roles.
+    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice. It reads them twice, in loops:
+    long code does not stay in the instruction cache beside that of other roles.
     """
     # Beside whole states the loops are none: with them the compiler finds the output's role short of registers.
     unroll = cutlass.const_expr(4 if variant.parts == 2 else 1)
@@ -285,7 +285,7 @@ def share_head(
     both blocks.
 
     T of chunk n is made by block n % 2. With u = n in the odd block and n + 1 in the even one, the warpgroup has the pairs
-    (u, u + 1) of every other even u, and T where u is odd: behind T there is time for vectors, and at that time chunk n - 4 is done.
+    (u, u + 1) of every other even u, and T where u is odd: behind T there is time for vectors, and then chunk n - 4 is done.
     """
     wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx()
     of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
@@ -341,8 +341,8 @@ def share_t(
     lane: I32,
     variant: cutlass.Constexpr,
 ):
-    """T of the n-th chunk, whose keys and vectors have been written, to our shared memory and the partner's. Each warp has 16 rows
-    of it, as they lie 2 KB, and sends them when it is done."""
+    """T of the n-th chunk, whose keys and vectors have been written, to our shared memory and the partner's. Each warp has 16
+    rows of it, as they lie 2 KB, and sends them when it is done."""
     ours, (place, turn) = everyone(which), stage_of_t(smem, n)
     sA, sD = work_of(smem.below, which, 6), work_of(smem.diagonal, which, 4)
     make_scores(mmas, smem, n, sA, sD, wid, lane)
