@@ -220,6 +220,17 @@ def test_a_wait_less_is_noticed(interpreted, place, is_normalised):
         check(Case((330,), Schedule(blocks=1), is_normalised=is_normalised))
 
 
+# And of the kernel with halves, with keys as they came: for T's place, the partner's room and a place of keys among them.
+WAITS_OF_HALVES = (19, 24, 25, 26)
+
+
+@pytest.mark.parametrize("place", WAITS_OF_HALVES)
+def test_a_wait_less_between_partners_is_noticed(interpreted, place):
+    interpreted("early", without_wait(place), races=True)
+    with pytest.raises(ptx.SimulationError):
+        check(Case((590,), HALF, is_normalised=False))
+
+
 # Schedules and dispatch
 
 TABLE = GdnProblem(

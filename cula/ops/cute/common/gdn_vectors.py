@@ -3,7 +3,7 @@
 
     G = cumsum of log2 decays     f = 2^G     r = 2^(G_C - G), summed from the end: no difference of large numbers     b
 
-Two warps write them, of which lane l has tokens 2 l and 2 l + 1.
+Two warps write them, or one, of which lane l has tokens 2 l and 2 l + 1.
 """
 
 from __future__ import annotations
@@ -104,27 +104,47 @@ def read_ahead(ahead: cutlass.Constexpr, chunk: I32, wid: I32):
 @cute.jit
 def write_vectors(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32, wid: I32):
     """Of a chunk, the n-th of the block. Warp 2: G, f, and the decay of the whole chunk. Warp 3: r b and b."""
-    lane, place, left = cute.arch.lane_idx(), n & 7, ahead.plan.tokens - chunk * 64
     if wid >= 2:
         x = log_decays(ahead.gates.g, ahead.raw_g, ahead.plan, chunk, ahead.scalars.has_gate, ahead.a, ahead.bias)
         if wid == 2:
-            total = scan(x[0] + x[1], True)
-            for i in cutlass.range_constexpr(2):
-                total += x[i]
-                vectors[SUM + 2 * lane + i, place] = total
-                vectors[POWER + 2 * lane + i, place] = exp2(total)
-            if lane == 31:
-                vectors[DECAY, place] = exp2(total)
+            write_sums(vectors, n & 7, x)
         else:
-            after, beta_top = scan(x[0] + x[1], False), ahead.scalars.beta_top
-            for i in cutlass.range_constexpr(1, -1, -1):
-                b = number_in(ahead.raw_b[i], ahead.gates.beta, token_of(ahead.plan, chunk, i), ahead.plan.hv)
-                if beta_top > F32(0.0):  # beta is raw
-                    b = beta_top * sigmoid(b)
-                b = b if 2 * lane + i < left else F32(0.0)
-                vectors[STRENGTH + 2 * lane + i, place] = b
-                vectors[INTO_STATE + 2 * lane + i, place] = b * exp2(after)
-                after += x[i]
+            write_strengths(ahead, vectors, n & 7, x, chunk)
+
+
+@cute.jit
+def write_all_vectors(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32):
+    """The same by one warp."""
+    x = log_decays(ahead.gates.g, ahead.raw_g, ahead.plan, chunk, ahead.scalars.has_gate, ahead.a, ahead.bias)
+    write_sums(vectors, n & 7, x)
+    write_strengths(ahead, vectors, n & 7, x, chunk)
+
+
+@cute.jit
+def write_sums(vectors: cute.Tensor, place: I32, x: cute.Tensor):
+    """G, f, and the decay of the whole chunk."""
+    lane, total = cute.arch.lane_idx(), scan(x[0] + x[1], True)
+    for i in cutlass.range_constexpr(2):
+        total += x[i]
+        vectors[SUM + 2 * lane + i, place] = total
+        vectors[POWER + 2 * lane + i, place] = exp2(total)
+    if lane == 31:
+        vectors[DECAY, place] = exp2(total)
+
+
+@cute.jit
+def write_strengths(ahead: cutlass.Constexpr, vectors: cute.Tensor, place: I32, x: cute.Tensor, chunk: I32):
+    """r b and b."""
+    lane, left = cute.arch.lane_idx(), ahead.plan.tokens - chunk * 64
+    after, beta_top = scan(x[0] + x[1], False), ahead.scalars.beta_top
+    for i in cutlass.range_constexpr(1, -1, -1):
+        b = number_in(ahead.raw_b[i], ahead.gates.beta, token_of(ahead.plan, chunk, i), ahead.plan.hv)
+        if beta_top > F32(0.0):  # beta is raw
+            b = beta_top * sigmoid(b)
+        b = b if 2 * lane + i < left else F32(0.0)
+        vectors[STRENGTH + 2 * lane + i, place] = b
+        vectors[INTO_STATE + 2 * lane + i, place] = b * exp2(after)
+        after += x[i]
 
 
 @cute.jit

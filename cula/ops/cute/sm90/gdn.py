@@ -19,8 +19,9 @@ any other. The output is not in the chain: it takes S and E, in 16 bits, from sh
 | the next        | `output_role`                                             | 160 (112; bf16 120) |
 | the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 80 (bf16 72); two: 88 |
 
-A block has a whole state, or half of one where heads are too few; then two warpgroups prepare, every other chunk each. Every role
-asks for its own tiles by TMA.
+A block has a whole state, or half of one where heads are too few; then two warpgroups prepare in each of the two blocks. Keys
+and vectors are each block's own, T of every other chunk comes from the partner (`share_head`). Every role asks for its own tiles
+by TMA.
 
 | shared memory                | bytes, whole | half  |
 |------------------------------|--------------|-------|
@@ -28,7 +29,8 @@ asks for its own tiles by TMA.
 | q, and o in its place: two   | 32 K         | 32 K  |
 | v: two stages                | 32 K         | 16 K  |
 | S, E in 16 bits              | 48 K         | 24 K  |
-| T: two of them               | 16 K         | 16 K  |
+| half of M                    |              | 16 K  |
+| T: two, or four of them      | 16 K         | 32 K  |
 | A, to be inverted            | 12.5 K       | 25 K  |
 | vectors                      | 8.8 K        | 8.5 K |
 
@@ -133,7 +135,7 @@ def gdn_kernel(
     smem, bars = allocate(SmemAllocator(), parts, variant.dtype)
     if warp_id == 0:
         with cute.arch.elect_one():
-            init_barriers(bars, parts)
+            init_barriers(bars, parts, block & 1)
         for of in tma:
             cpasync.prefetch_descriptor(of.atom)
     cute.arch.mbarrier_init_fence()

@@ -14,21 +14,34 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
-from cula.ops.cute.common.fragments import flat, shared_at, widen
+from cula.ops.cute.common.barriers import publish
+from cula.ops.cute.common.fragments import shared_at, widen
 from cula.ops.cute.common.gate import exp2, inverse_norm
 from cula.ops.cute.common.gdn_items import whole_plan
-from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, Ahead, gate_of, read_ahead, read_pairs, write_vectors
+from cula.ops.cute.common.gdn_vectors import (
+    STRENGTH,
+    SUM,
+    Ahead,
+    gate_of,
+    read_ahead,
+    read_pairs,
+    write_all_vectors,
+    write_vectors,
+)
 from cula.ops.cute.common.inverse import UNBIASED, below, inverse_columns, inverse_pair, place_inverse, work_of
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, issue, rows_and_columns
 from cula.ops.cute.gdn_abi import TILE_BYTES
+from cula.ops.cute.sm90.kda_fused_smem import send
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile
 
-from .gdn_smem import Barrier
+from .gdn_smem import Barrier, stage_of_t
 
 HALF = 8192  # bytes between the halves of a [64, 128] tile
+SQUARE_BYTES = TILE_BYTES // 2
 
 
 @cute.jit
@@ -44,13 +57,13 @@ def prepare_role(
     which: I32,
     variant: cutlass.Constexpr,
 ):
-    """Every chunk, counted through all the heads of a block; or, where two share the work, every other one."""
+    """Every chunk, counted through all the heads of a block; or, where four warpgroups of two blocks share the work, our part."""
     if cutlass.const_expr(variant.parts == 1):
-        prepare_head(tma_k, gates, scalars, items, plan, mmas, smem, bars, which, I32(0), variant)
+        share_head(tma_k, gates, scalars, items, plan, mmas, smem, bars, which, variant)
     else:
         n = I32(0)
         for item in cutlass.range(items.first, items.total, items.step, unroll=1):
-            n = prepare_head(tma_k, gates, scalars, items, whole_plan(items, item), mmas, smem, bars, which, n, variant)
+            n = prepare_head(tma_k, gates, scalars, items, whole_plan(items, item), mmas, smem, bars, n, variant)
 
 
 @cute.jit
@@ -63,34 +76,36 @@ def prepare_head(
     mmas: cutlass.Constexpr,
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
-    which: I32,
     n0: I32,
     variant: cutlass.Constexpr,
 ):
     """The chunks of a plan, before which there were n0; returns how many there are then."""
     wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx()
-    preparers = cutlass.const_expr(variant.preparers)
-    raw_g, raw_b = [cute.make_rmem_tensor((2,), I32) for _ in range(2)]
-    hv, begin, tokens, end = plan.hv, plan.begin, plan.tokens, plan.end
-    first = plan.start + ((which - n0) & (preparers - 1))
-    of_head = cute.domain_offset((begin, 0), tma_k.coordinates[None, None, hv // items.group])
-    of_k = copy_of(tma_k, smem.raw_k, cute.local_tile(of_head, (64, 128), (None, 0)))
-    a, bias = gate_of(gates, scalars, hv)
-    for i in cutlass.range_constexpr(2 // preparers):
+    of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
+    first, end = plan.start, plan.end
+    for i in cutlass.range_constexpr(2):
         if wid == 0 and first + i < end:
-            ask_for_keys(of_k, bars, first + i, n0 + first + i - plan.start)
-    ahead = Ahead(gates, scalars, raw_g, raw_b, a, bias, plan)
+            ask_for_keys(of_k, bars, first + i, n0 + i)
     if first < end:
         read_ahead(ahead, first, wid)
-        write_vectors(ahead, smem.vectors, first, n0 + first - plan.start, wid)
-    if first + preparers < end:
-        read_ahead(ahead, first + preparers, wid)
-    for chunk in cutlass.range(first, end, preparers, unroll=1):
-        n = n0 + chunk - plan.start
+        write_vectors(ahead, smem.vectors, first, n0, wid)
+    if first + 1 < end:
+        read_ahead(ahead, first + 1, wid)
+    for chunk in cutlass.range(first, end, unroll=1):
+        n = n0 + chunk - first
         cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
-        make_operands(smem.raw_k[None, None, n & 3], wid, lane, tokens - chunk * 64, variant)
-        prepare_chunk(of_k, mmas, smem, bars, ahead, which, chunk, n, wid, lane, variant)
-    return n0 + end - plan.start
+        make_operands(smem.raw_k[None, None, n & 3], wid, lane, plan.tokens - chunk * 64, variant)
+        prepare_chunk(of_k, mmas, smem, bars, ahead, chunk, n, wid, lane, variant)
+    return n0 + end - first
+
+
+def inputs_of(tma_k: Any, gates: Any, scalars: Any, items: Any, plan: Any, smem: Any) -> tuple[Any, Ahead]:
+    """Keys of a head as they are copied, and what vectors are made from."""
+    of_head = cute.domain_offset((plan.begin, 0), tma_k.coordinates[None, None, plan.hv // items.group])
+    of_k = copy_of(tma_k, smem.raw_k, cute.local_tile(of_head, (64, 128), (None, 0)))
+    a, bias = gate_of(gates, scalars, plan.hv)
+    raw_g, raw_b = [cute.make_rmem_tensor((2,), I32) for _ in range(2)]
+    return of_k, Ahead(gates, scalars, raw_g, raw_b, a, bias, plan)
 
 
 @cute.jit
@@ -110,33 +125,46 @@ def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n
 def make_operands(tile: cute.Tensor, wid: I32, lane: I32, left: I32, variant: cutlass.Constexpr):
     """Keys normalised and rounded to fp16, in place, zeros past the end. Keys that are operands as they came: only the zeros.
 
-    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice.
+    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice. It reads them twice, in loops:
+    long code does not stay in the instruction cache beside that of other roles.
     """
+    # Beside whole states the loops are none: with them the compiler finds the output's role short of registers.
+    unroll = cutlass.const_expr(4 if variant.parts == 2 else 1)
     row = 16 * wid + lane % 16
     at = I32(tile.iterator.toint()) + row * 128 + (lane // 16) * HALF
     if cutlass.const_expr(variant.is_normalised):
-        x = cute.make_rmem_tensor((64,), BF16)
-        for p in cutlass.range_constexpr(8):
-            cute.autovec_copy(shared_at(at + ((p ^ (row & 7)) << 4), BF16, 8, 16), eight(x, p))
-        if row >= left:
-            x.fill(0.0)
         sums, wide = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((8,), F32)
         sums.fill(0.0)
-        for p in cutlass.range_constexpr(8):
-            widen(flat(x, 8 * p, 8), wide)
-            for e in cutlass.range_constexpr(8):
-                sums[e % 4] += wide[e] * wide[e]
+        for pair in cutlass.range(0, 8, 2, unroll=unroll):
+            for p in cutlass.range_constexpr(2):
+                widen(piece_of(at, row, pair + p), wide)
+                for e in cutlass.range_constexpr(8):
+                    sums[e % 4] += wide[e] * wide[e]
         total = (sums[0] + sums[1]) + (sums[2] + sums[3])
         inverse = inverse_norm(total + cute.arch.shuffle_sync_bfly(total, offset=16))
-        for p in cutlass.range_constexpr(8):
-            out = cute.make_rmem_tensor((8,), F16)
-            out.store((flat(x, 8 * p, 8).load().to(F32) * inverse).to(F16))  # not `widen`: what it made is not kept so long
-            cute.autovec_copy(eight(out, 0), shared_at(at + ((p ^ (row & 7)) << 4), F16, 8, 16))
+        for pair in cutlass.range(0, 8, 2, unroll=unroll):
+            pieces = [piece_of(at, row, pair + p) for p in range(2)]
+            for p in cutlass.range_constexpr(2):
+                widen(pieces[p], wide)
+                out = cute.make_rmem_tensor((8,), F16)
+                out.store((wide.load() * inverse).to(F16))
+                words = cute.recast_tensor(out, I32)
+                for i in cutlass.range_constexpr(4):
+                    words[i] = words[i] if row < left else I32(0)  # also where it is no number
+                cute.autovec_copy(eight(out, 0), shared_at(at + (((pair + p) ^ (row & 7)) << 4), F16, 8, 16))
     elif row >= left:
         zero = cute.make_rmem_tensor((8,), BF16)
         zero.fill(0.0)
         for p in cutlass.range_constexpr(8):
             cute.autovec_copy(eight(zero, 0), shared_at(at + 16 * p, BF16, 8, 16))
+
+
+@cute.jit
+def piece_of(at: I32, row: I32, p: I32):
+    """Piece p of a row's half."""
+    x = cute.make_rmem_tensor((8,), BF16)
+    cute.autovec_copy(shared_at(at + ((p ^ (row & 7)) << 4), BF16, 8, 16), eight(x, 0))
+    return x
 
 
 def eight(x: Any, p: int) -> Any:
@@ -154,35 +182,24 @@ def prepare_chunk(
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
     ahead: cutlass.Constexpr,
-    which: I32,
     chunk: I32,
     n: I32,
     wid: I32,
     lane: I32,
     variant: cutlass.Constexpr,
 ):
-    """T of the block's n-th chunk, whose keys and vectors have been written; and vectors of the one that is next to prepare."""
-    plan, following = ahead.plan, chunk + variant.preparers
-    thread, stage, place = cute.arch.thread_idx()[0] % 128, n & 3, n & 1
-    ours = NamedBarrier(barrier_id=Barrier.PREPARE + which, num_threads=128)
-    sA, sD = work_of(smem.below, which, 6), work_of(smem.diagonal, which, 4)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    ours.arrive_and_wait()
-    if thread == 0:
-        cute.arch.mbarrier_arrive(bars.k_ready + stage)
-    thr = mmas.kk.get_slice(thread)
-    scores = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
-    a, b = thr.make_fragment_A(thr.partition_A(smem.k)), thr.make_fragment_B(thr.partition_B(smem.k))
-    issue(mmas.kk, scores, a[None, None, None, stage], b[None, None, None, stage], False)
-    warpgroup.wait_group(0)
-    place_scores(scores, smem.vectors, n & 7, sA, sD, wid, lane)
+    """T of the block's n-th chunk, whose keys and vectors have been written; and vectors of the next one."""
+    plan, ours, (place, _) = ahead.plan, everyone(0), stage_of_t(smem, n)
+    sA, sD = work_of(smem.below, 0, 6), work_of(smem.diagonal, 0, 4)
+    keys_are_ready(bars, ours, n)
+    make_scores(mmas, smem, n, sA, sD, wid, lane)
     ours.arrive_and_wait()
     if wid < 2:
         inverse_pair(sD, wid, 3 - wid, lane)
-    elif following < plan.end:
-        write_vectors(ahead, smem.vectors, following, n + variant.preparers, wid)
-        if following + variant.preparers < plan.end:
-            read_ahead(ahead, following + variant.preparers, wid)
+    elif chunk + 1 < plan.end:
+        write_vectors(ahead, smem.vectors, chunk + 1, n + 1, wid)
+        if chunk + 2 < plan.end:
+            read_ahead(ahead, chunk + 2, wid)
     ours.arrive_and_wait()
     if wid == 0 and chunk + 2 < plan.end:
         ask_for_keys(of_k, bars, chunk + 2, n + 2)
@@ -192,8 +209,33 @@ def prepare_chunk(
     place_inverse(columns, smem.T[None, None, place], wid, lane)
     cute.arch.fence_proxy("async.shared", space="cta")
     ours.arrive_and_wait()
-    if thread == 0:
+    if cute.arch.thread_idx()[0] % 128 == 0:
         cute.arch.mbarrier_arrive(bars.t_ready + place)
+
+
+def everyone(which: Any) -> NamedBarrier:
+    """Of a warpgroup that prepares."""
+    return NamedBarrier(barrier_id=Barrier.PREPARE + which, num_threads=128)
+
+
+@cute.jit
+def keys_are_ready(bars: cutlass.Constexpr, ours: cutlass.Constexpr, n: I32):
+    """All have written their keys of the block's n-th chunk, and its vectors."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    ours.arrive_and_wait()
+    if cute.arch.thread_idx()[0] % 128 == 0:
+        cute.arch.mbarrier_arrive(bars.k_ready + (n & 3))
+
+
+@cute.jit
+def make_scores(mmas: cutlass.Constexpr, smem: cutlass.Constexpr, n: I32, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32):
+    """A of the block's n-th chunk, to where it is inverted."""
+    thr, stage = mmas.kk.get_slice(cute.arch.thread_idx()[0] % 128), n & 3
+    scores = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
+    a, b = thr.make_fragment_A(thr.partition_A(smem.k)), thr.make_fragment_B(thr.partition_B(smem.k))
+    issue(mmas.kk, scores, a[None, None, None, stage], b[None, None, None, stage], False)
+    warpgroup.wait_group(0)
+    place_scores(scores, smem.vectors, n & 7, sA, sD, wid, lane)
 
 
 @cute.jit
@@ -221,3 +263,109 @@ def place_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, sA: cute
                         is_kept = block < wid or 8 * nb + 2 * c + e < r + 8 * i
                         two[e] = A[i, 4 * block + 2 * nb + e] if is_kept else F32(0.0)
                     cute.autovec_copy(two, cute.local_tile(to, (1, 2), (r + 8 * i, 4 * nb + c)))
+
+
+# What two blocks share
+
+
+@cute.jit
+def share_head(
+    tma_k: cutlass.Constexpr,
+    gates: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    items: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    which: I32,
+    variant: cutlass.Constexpr,
+):
+    """A warpgroup's part of a plan's chunks: of every four keys and vectors of two neighbours, and T of the second of them, for
+    both blocks.
+
+    T of chunk n is made by block n % 2. With u = n in the odd block and n + 1 in the even one, the warpgroup has the pairs
+    (u, u + 1) of every other even u, and T where u is odd: behind T there is time for vectors, and then chunk n - 4 is done.
+    """
+    wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx()
+    of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
+    chunks, n_of_0, partner = plan.end - plan.start, items.rank - 1, 1 - items.rank
+    many = chunks - n_of_0  # values of u, the first of which may be no chunk
+    last = 2 * (many // 4) + cutlass.min(cutlass.max(many % 4 - 2 * which, 0), 2)
+    first = I32(1) if which + items.rank == 0 else I32(0)
+    n = 2 * which + n_of_0
+    if wid >= 2:
+        mine = n + wid - 2  # warp 2 has vectors of the first of the two, warp 3 of the second
+        if mine >= 0 and mine < chunks:
+            read_ahead(ahead, plan.start + mine, wid)
+            write_all_vectors(ahead, smem.vectors, plan.start + mine, mine)
+        if mine + 4 < chunks:
+            read_ahead(ahead, plan.start + mine + 4, wid)
+    if wid == 3:
+        for i in cutlass.range_constexpr(2):
+            if n + i >= 0 and n + i < chunks:
+                ask_for_keys(of_k, bars, plan.start + n + i, n + i)
+                if cutlass.const_expr(i == 0):
+                    ask_for_t(bars, n, partner)
+    for turn in cutlass.range(first, last, unroll=1):
+        u = 4 * (turn >> 1) + 2 * which + (turn & 1)
+        n = u + n_of_0
+        cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
+        make_operands(smem.raw_k[None, None, n & 3], wid, lane, plan.tokens - (plan.start + n) * 64, variant)
+        keys_are_ready(bars, everyone(which), n)
+        following = n + 1
+        if u & 1 == 1:
+            share_t(mmas, smem, bars, which, partner, n, wid, lane, variant)
+            following = n + 3
+            if wid >= 2:
+                mine = following + wid - 2
+                if mine < chunks:
+                    write_all_vectors(ahead, smem.vectors, plan.start + mine, mine)
+                    if mine + 4 < chunks:
+                        read_ahead(ahead, plan.start + mine + 4, wid)
+        if wid == 3 and turn > 0 and following < chunks:
+            ask_for_keys(of_k, bars, plan.start + following, following)
+            if u & 1 == 1:
+                ask_for_t(bars, following, partner)
+
+
+@cute.jit
+def share_t(
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    which: I32,
+    partner: I32,
+    n: I32,
+    wid: I32,
+    lane: I32,
+    variant: cutlass.Constexpr,
+):
+    """T of the n-th chunk, whose keys and vectors have been written, to our shared memory and the partner's. Each warp has 16
+    rows of it, as they lie 2 KB, and sends them when it is done."""
+    ours, (place, turn) = everyone(which), stage_of_t(smem, n)
+    sA, sD = work_of(smem.below, which, 6), work_of(smem.diagonal, which, 4)
+    make_scores(mmas, smem, n, sA, sD, wid, lane)
+    ours.arrive_and_wait()
+    if wid < 2:
+        inverse_pair(sD, wid, 3 - wid, lane)
+    ours.arrive_and_wait()
+    columns = cute.make_rmem_tensor((32,), variant.dtype)
+    inverse_columns(mmas.tf32, sA, sD, wid, lane, columns, None)
+    # Chunk n - 4, whose T was here, is done: in this block since keys have come to where its own were.
+    cute.arch.mbarrier_wait(bars.t_asked + place, turn)
+    tile = smem.T[None, None, place]
+    place_inverse(columns, tile, wid, lane)
+    publish(bars.t_ready + place)
+    rows = cute.make_ptr(BF16, I32(tile.iterator.toint()) + wid * (SQUARE_BYTES // 4), cute.AddressSpace.smem, assumed_align=16)
+    with cute.arch.elect_one():
+        send(rows, rows, SQUARE_BYTES // 4, bars.t_ready + place, partner)
+
+
+@cute.jit
+def ask_for_t(bars: cutlass.Constexpr, n: I32, partner: I32):
+    """T of the n-th chunk is to come from the partner: where it goes all have read what was there. By the warp that has asked for
+    the chunk's keys, which waited for that."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(bars.t_ready + (n & 3), SQUARE_BYTES)
+        cute.arch.mbarrier_arrive(bars.t_asked + (n & 3), partner, scope=nvvm.MemScopeKind.CLUSTER)

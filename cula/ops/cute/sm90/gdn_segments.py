@@ -33,7 +33,7 @@ from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
 from cula.ops.cute.sm90.kda_fused_smem import send
 
-from .gdn_smem import WARPS, Barrier
+from .gdn_smem import OURS, THEIRS, WARPS, Barrier
 
 MAX_WARM_UP = 4  # chunks
 FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped; keys in 16 bits are not quite of length 1
@@ -149,14 +149,14 @@ def share_map(w: cutlass.Constexpr, rank: I32, smem: cutlass.Constexpr, bars: cu
     """Our rows of M, in fp16, for our chain and for the partner's."""
     if cutlass.const_expr(dtype is F16):
         unscale_rows(rows_and_columns(w.accS), w.factor)
-    to = smem.M[None, None, rank]
-    w.store(rounded(w.accS, F16), to)
+    ours, theirs = [smem.M[None, None, which] for which in (OURS, THEIRS)]
+    w.store(rounded(w.accS, F16), ours)
     cute.arch.fence_proxy("async.shared", space="cta")
     arrive(bars.m_ours)
     if w.thread // 32 == 0:
         cute.arch.mbarrier_wait(bars.m_ours, 0)
         with cute.arch.elect_one():
-            send(to.iterator, to.iterator, TILE_BYTES, bars.m_theirs, 1 - rank)
+            send(ours.iterator, theirs.iterator, TILE_BYTES, bars.m_theirs, 1 - rank)
 
 
 @cute.jit
@@ -164,6 +164,7 @@ def chain(
     w: cutlass.Constexpr,
     handed: cutlass.Constexpr,
     record: I32,
+    rank: I32,
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
@@ -186,15 +187,17 @@ def chain(
     scale_rows(S, w.factor)
     thr = w.mmas.chain.get_slice(w.thread)
     M = thr.make_fragment_B(thr.partition_B(swapped(smem.M)))  # [N = dk after, K = dk before]
+    other = rank ^ OURS  # rows 64 rank and on are ours
     cute.arch.mbarrier_wait(bars.m_ours, 0)
     cute.arch.mbarrier_wait(bars.m_theirs, 0)
     warpgroup.fence()
     atom, a = cute.make_mma_atom(w.mmas.chain.op), seen_as_a(half)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     for i in cutlass.range_constexpr(8):
-        cute.gemm(atom, w.accS, a[None, None, i], M[None, None, i % 4, i // 4], w.accS)
+        cute.gemm(atom, w.accS, a[None, None, i], M[None, None, i % 4, (i // 4) ^ other], w.accS)
     warpgroup.commit_group()
     warpgroup.wait_group(0)
+    NamedBarrier(barrier_id=Barrier.STATE, num_threads=128).arrive_and_wait()  # a part of M is where S comes next
     if cutlass.const_expr(dtype is not F16):
         unscale_rows(S, w.factor)
         w.factor.fill(1.0)

@@ -14,6 +14,7 @@ from cula.ops.cute.common.inverse import blocks
 from cula.ops.cute.common.tiles import F16, F32, I32, allocate_tile, tile_at, tile_layout
 
 KEY_STAGES, WARPS = 4, 16
+T_STAGES = {2: 2, 1: 4}  # by parts
 
 
 class Barrier(enum.IntEnum):
@@ -21,6 +22,10 @@ class Barrier(enum.IntEnum):
 
     PREPARE = 2
     STATE = 4  # a state has been written to memory
+
+
+# Rows of a map in `M`. No chunk has an output, and hence an S in 16 bits, before both have been used.
+THEIRS, OURS = 0, 1
 
 
 class Smem(NamedTuple):
@@ -32,12 +37,12 @@ class Smem(NamedTuple):
     v: Any  # [64 tokens, 64 dv, 2 parts]: two stages a part
     S: Any  # [64 dv, 128 dk, parts]
     E: Any  # [64 dv, 64 tokens, parts]
-    T: Any  # [64 i, 64 t, 2]: transposed
+    T: Any  # [64 i, 64 t, T_STAGES]: transposed
     vectors: Any  # [VECTORS, VECTOR_STAGES]
     unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
     below: Any  # A below the diagonal, by blocks, of each preparer
     diagonal: Any
-    M: Any  # [64 dk, 128 dk, 2]: a segment's map, of a block that has half of a state
+    M: Any  # [64 dk, 128 dk, 2]: the partner's rows of a map, in the place of S, and ours; of blocks with half of a state
     warm_ups: Any  # [WARPS]: what warps have found of a head's boundaries
 
 
@@ -47,7 +52,8 @@ class Bars(NamedTuple):
     k_full: Any  # keys have come, for each stage
     k_ready: Any  # they are operands, and vectors are in place
     k_empty: Any  # all have read both
-    t_ready: Any  # T is in place, for each of its two
+    t_ready: Any  # T is in place, for each of its stages; half of them are the partner's where there is one
+    t_asked: Any  # the partner has room for T, for each stage of ours
     q_full: Any
     q_empty: Any  # products of queries in shared memory are done
     v_full: Any  # for each part and stage
@@ -66,9 +72,11 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
     raw_k = allocate_tile(smem, keys)
     q = allocate_tile(smem, tile_layout(64, 128, 2))
     v = allocate_tile(smem, tile_layout(64, 64, 2 * parts))
-    S = allocate_tile(smem, tile_layout(64 * parts, 128, None, dtype), dtype)  # also one operand of 128 rows
+    of_s = tile_layout(64 * parts, 128, None, dtype)  # also one operand of 128 rows
+    M = allocate_tile(smem, tile_layout(64, 128, 2, F16), F16) if parts == 1 else None
+    S = allocate_tile(smem, of_s, dtype) if M is None else tile_at(M, of_s, dtype)
     E = allocate_tile(smem, tile_layout(64, 64, parts, dtype), dtype)
-    T = allocate_tile(smem, tile_layout(64, 64, 2, dtype), dtype)
+    T = allocate_tile(smem, tile_layout(64, 64, T_STAGES[parts], dtype), dtype)
     vectors = smem.allocate_tensor(F32, cute.make_layout((VECTORS, VECTOR_STAGES)), byte_alignment=16)
     unit = smem.allocate_tensor(F32, cute.make_layout((64, parts)), byte_alignment=16)
     below = smem.allocate_tensor(F32, blocks(6 * preparers), byte_alignment=16)
@@ -76,20 +84,21 @@ def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
     k = tile_at(raw_k, tile_layout(64, 128, KEY_STAGES, dtype), dtype)
     counts = Bars(*(len(of) for of in arrivals(parts)))
     bars = Bars(*(smem.allocate_array(cutlass.Int64, n) for n in counts))
-    M = allocate_tile(smem, tile_layout(64, 128, 2, F16), F16) if parts == 1 else None
     warm_ups = smem.allocate_tensor(I32, cute.make_layout((WARPS,)), byte_alignment=16)
     S = cute.local_tile(S, (64, 128), (None, 0))
     return Smem(raw_k, k, q, v, S, E, T, vectors, unit, below, diagonal, M, warm_ups), bars
 
 
 def arrivals(parts: int) -> Bars:
-    """How many arrivals each mbarrier counts: in the order in which they lie. Warps arrive, or one thread for all."""
+    """How many arrivals each mbarrier counts: in the order in which they lie. Warps arrive, or one thread for all. Of `t_ready`,
+    where blocks prepare for each other, `init_barriers` knows more."""
     stages, of_v = KEY_STAGES, 2 * parts
     return Bars(
         k_full=[1] * stages,
         k_ready=[1] * stages,
         k_empty=[4 * parts + 4] * stages,
-        t_ready=[1] * 2,
+        t_ready=[1] * T_STAGES[parts],
+        t_asked=[1] * T_STAGES[parts],
         q_full=[4],
         q_empty=[4],
         v_full=[1] * of_v,
@@ -103,8 +112,16 @@ def arrivals(parts: int) -> Bars:
     )
 
 
-def init_barriers(bars: Bars, parts: int) -> None:
-    """By one thread."""
+def init_barriers(bars: Bars, parts: int, rank: Any) -> None:
+    """By one thread. T of our own chunks comes from four warps, that of the partner's as bytes."""
     for bar, counts in zip(bars, arrivals(parts)):
         for i, count in enumerate(counts):
+            if bar is bars.t_ready and parts == 1:
+                count = I32(4) - I32(3) * (rank ^ (i & 1))
             cute.arch.mbarrier_init(bar + i, count)
+
+
+def stage_of_t(smem: Smem, n: Any) -> tuple[Any, Any]:
+    """Where T of the block's n-th chunk lies, and how often, modulo 2, another one did before."""
+    stages = cute.size(smem.T, mode=[2])
+    return n & (stages - 1), (n >> stages.bit_length() - 1) & 1

@@ -35,6 +35,7 @@ from cula.ops.cute.sm90.fp16_window import keep_in_range, unscale_rows
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile, load_v
 
 from .gdn_segments import chain, hand_on
+from .gdn_smem import stage_of_t
 
 
 class Walker(NamedTuple):
@@ -120,7 +121,7 @@ def walk(
             state_step(w, smem, bars, n, None, tokens - chunk * 64, True, variant.dtype)
             n += 1
         if plan.is_map == 1:
-            chain(w, states.handed, plan.record, smem, bars, variant.dtype)
+            chain(w, states.handed, plan.record, items.rank, smem, bars, variant.dtype)
     for chunk in cutlass.range(plan.middle, end, unroll=1):
         if cutlass.const_expr(is_half):  # noqa: SIM102 (known when this is compiled, which the other is not)
             if chunk == plan.export_at:
@@ -162,7 +163,8 @@ def state_step(
     sees no v."""
     part, mmas, accS, factor = w.part, w.mmas, w.accS, w.factor
     has_output, is_f16 = cutlass.const_expr(shown is not None), cutlass.const_expr(dtype is F16)
-    stage, of_vectors, place, of_v, c = n & 3, n & 7, n & 1, 2 * w.part + (n & 1), w.thread % 4
+    stage, of_vectors, of_v, c = n & 3, n & 7, 2 * w.part + (n & 1), w.thread % 4
+    place, turn = stage_of_t(smem, n)
     thr_x, thr_t, thr_s = mmas.x.get_slice(w.thread), mmas.t.get_slice(w.thread), mmas.s.get_slice(w.thread)
     accX = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
     accE = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
@@ -193,7 +195,7 @@ def state_step(
     if cutlass.const_expr(sees_v):
         arrive(bars.v_empty + of_v)
 
-    cute.arch.mbarrier_wait(bars.t_ready + place, (n >> 1) & 1)
+    cute.arch.mbarrier_wait(bars.t_ready + place, turn)
     issue(mmas.t, accE, seen_as_a(rounded(accX, dtype)), T[None, None, None, place], False)
     into_state = read_pairs(smem.vectors, INTO_STATE, of_vectors, c)
     warpgroup.wait_group(0)
