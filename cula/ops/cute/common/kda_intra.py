@@ -378,7 +378,7 @@ def intra_chunk(
         cols = cute.make_rmem_tensor((32,), variant.dtype)
         invert(x, cols)
         p_has_left.arrive_and_wait()
-        place_t(again if variant.gate != "gate" else x, cols, smem.out)
+        place_t(again if variant.is_steep or variant.gate != "gate" else x, cols, smem.out)
         send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
         if cutlass.const_expr(not variant.is_scalar):
             bound = bound_by_pairs(x, cols)
@@ -389,7 +389,7 @@ def intra_chunk(
             for i in cutlass.range_constexpr(2):
                 store_tile(tma.tiles, smem.kb_qg[None, None, i], record, i)
             cute.arch.cp_async_bulk_commit_group()
-        place_p(again if variant.gate != "gate" else x, scores, diagonal_p, L)
+        place_p(again if variant.is_steep or variant.gate != "gate" else x, scores, diagonal_p, L)
         send_square(x, results.mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
         if cutlass.const_expr(not variant.is_scalar):
             leave_sizes(again)  # the inverse takes longer than this and P
