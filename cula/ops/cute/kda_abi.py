@@ -73,8 +73,8 @@ def of_gates(abi: Abi, has_scalar_gate: bool, g_bytes: int) -> Abi:
 
 # The workspace. A record is a chunk's of one head. A segment's transition, S <- M S + B, is one head's too.
 
-VEC = 256  # floats of a record: e^{G_C} [128], b [64], and what bounds the chunk's transition, 4 to be added and 4 largest ones
-BETA, BOUND, LARGEST = 128, 192, 196  # where the latter three begin
+VEC = 256  # floats of a record: e^{G_C} [128], b [64], and what bounds the chunk's transition, 4 to be added
+BETA, BOUND = 128, 192  # where the latter two begin
 LOWER_LEFT, UPPER_RIGHT = 1, 2  # quarters of a square, rows first: that of T^T and that of P which are zero
 COUNT = 3  # the bits of a segment's word in `done` that count its B and M; the others are those of |M|^2, a float32
 TILE_BYTES, SQUARE_BYTES, STATE = CHUNK * K * 2, CHUNK * CHUNK * 2, V * K

@@ -19,7 +19,7 @@ from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.kda.problem import KdaInputs, KdaOptions, KdaProblem, check_kda
 from cula.ops.cute import kda, kda_abi
-from cula.ops.cute.kda_abi import BOUND, LARGEST, VEC
+from cula.ops.cute.kda_abi import BOUND, VEC
 from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build
 from cula.reference import relative_error
@@ -290,7 +290,7 @@ def chunk_bounds(p: KdaProblem, x: KdaInputs, made: Schedule, monkeypatch) -> tu
     """(o, the last states, the bounds [chunk number, HV] that the intra-chunk kernel left in the workspace)."""
     o, ht, work = section_of_workspace("vec", p, x, made, monkeypatch)
     vec = work[: made.chunks * p.HV * VEC * 4].view(torch.float32).view(made.chunks, p.HV, VEC)
-    return o, ht, vec[..., BOUND : BOUND + 4].sum(-1) + vec[..., LARGEST : LARGEST + 4].amax(-1)
+    return o, ht, vec[..., BOUND : BOUND + 4].sum(-1)
 
 
 def forgetful_chunks() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

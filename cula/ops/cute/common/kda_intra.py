@@ -71,7 +71,6 @@ from cula.ops.cute.common.kda_intra_bound import (
     leave_head_bound,
     leave_largest_decay,
     leave_sizes,
-    leave_sizes_of_kr,
 )
 from cula.ops.cute.common.kda_intra_smem import Full, smem_layout
 from cula.ops.cute.common.kda_intra_steep import first_pass_of
@@ -106,8 +105,7 @@ class Barrier(enum.IntEnum):
 
     DIAGONAL = 1  # A's diagonal blocks are whole: the warps of the keys, and the first of the queries
     A_IN_PLACE = 1  # all rows of A are: the warps of the keys
-    P_LEFT = 2  # P has left the memory that T takes: all warps
-    SIZES = 3  # |kb| is there: all warps
+    P_LEFT = 2  # P has left the memory that T takes, and sizes of kr and kb are there: all warps
 
 
 class IntraTma(NamedTuple):
@@ -344,7 +342,7 @@ def intra_chunk(
     cute.arch.sync_threads()
     kept = factors(x, tid % 128, mVec[number, hv, None])
     if side == KEYS:
-        leave_largest_decay(x, kept, mVec[number, hv, None], b, size, inverse)
+        leave_largest_decay(x, kept, b, size, inverse)
     cute.arch.sync_threads()
     if cutlass.const_expr(variant.is_scalar):
         leave_head_bound(x, tid, mVec[number, hv, None])
@@ -367,25 +365,22 @@ def intra_chunk(
         joined.arrive()
     scores = second_pass(x)
     again = x.anew(tid)
-    if cutlass.const_expr(not variant.is_scalar):
-        leave_sizes_of_kr(again)
     if cutlass.const_expr(variant.dtype is F16):
         scale_rows(x, b)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
 
     # -- P, then T
-    p_has_left, sizes_are_there = [NamedBarrier(barrier_id=i, num_threads=256) for i in (Barrier.P_LEFT, Barrier.SIZES)]
+    p_has_left = NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256)
     if side == KEYS:
         place_a(x, scores, b)
         NamedBarrier(barrier_id=Barrier.A_IN_PLACE, num_threads=128).arrive_and_wait()
         cols = cute.make_rmem_tensor((32,), variant.dtype)
         invert(x, cols)
         p_has_left.arrive_and_wait()
-        place_t(again if variant.gate != "gate" else x, cols, smem.out)
+        place_t(again if variant.is_steep or variant.gate != "gate" else x, cols, smem.out)
         send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
         if cutlass.const_expr(not variant.is_scalar):
-            sizes_are_there.arrive_and_wait()
             bound = bound_by_pairs(x, cols)
             if lane == 0:
                 mVec[number, hv, BOUND + block_row] = bound
@@ -394,12 +389,11 @@ def intra_chunk(
             for i in cutlass.range_constexpr(2):
                 store_tile(tma.tiles, smem.kb_qg[None, None, i], record, i)
             cute.arch.cp_async_bulk_commit_group()
-        place_p(again if variant.gate != "gate" else x, scores, diagonal_p, L)
+        place_p(again if variant.is_steep or variant.gate != "gate" else x, scores, diagonal_p, L)
         send_square(x, results.mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
-        p_has_left.arrive()
         if cutlass.const_expr(not variant.is_scalar):
-            leave_sizes(again, smem.kb_qg[None, None, 0], block_row, 1)
-            sizes_are_there.arrive()
+            leave_sizes(again)  # the inverse takes longer than this and P
+        p_has_left.arrive()
         if wid == STORE_WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -7,8 +7,8 @@ the sum has rank one, so that
     |M| <= max_c e^{G_C,c} + sum_{i <= t} |kr_t| |T_ti| |kb_i|
 
 whatever keys, write strengths and gates are. kr, T and kb are taken as the recurrence reads them, in 16 bits. What it rounds in
-between, and what is rounded here, is allowed for by the reader. The sum is left in four parts and the maximum too, for the reader
-to put together: no warp waits for another. NaN stays NaN, which no comparison calls forgotten.
+between, and what is rounded here, is allowed for by the reader. The sum is left in four parts, of which the last has the maximum,
+for the reader to add up: no warp waits for another. NaN stays NaN, which no comparison calls forgotten.
 
 With one gate a head, prod_t e^{g_t} max(1, |1 - b_t |k_t|^2|) is the norm where keys are alike, and no bound is below it.
 """
@@ -18,22 +18,25 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
+from cula.ops.cute.common.fp16_window import bits_of, from_bits
 from cula.ops.cute.common.fragments import flat, lane_address, shared_at
 from cula.ops.cute.common.gate import exp2, log2
 from cula.ops.cute.common.kda_intra_steps import address, squares_at
 from cula.ops.cute.common.tiles import F32, I32
-from cula.ops.cute.kda_abi import BOUND, LARGEST
+from cula.ops.cute.kda_abi import BOUND
 
 
 @cute.jit
-def leave_sizes(x: cutlass.Constexpr, tile: cute.Tensor, block_row: I32, which: cutlass.Constexpr):
-    """|kr_t| or |kb_i| of a block of rows, to shared memory."""
-    leave_roots(x, squares_at(x, lane_address(tile, block_row, x.lane), x.variant.dtype), block_row, which)
+def leave_sizes(x: cutlass.Constexpr):
+    """|kr_t| and |kb_i| of our rows, to shared memory."""
+    kr_at, kb_at = [lane_address(t, x.block_row, x.lane) for t in (x.smem.kr, x.smem.kb_qg[None, None, 0])]
+    for which in cutlass.range(2, unroll=1):
+        leave_roots(x, squares_at(x, kr_at if which == 0 else kb_at, x.variant.dtype), x.block_row, which)
 
 
 @cute.jit
-def leave_roots(x: cutlass.Constexpr, squares: cute.Tensor, block_row: I32, which: cutlass.Constexpr):
-    """The same from their squares."""
+def leave_roots(x: cutlass.Constexpr, squares: cute.Tensor, block_row: I32, which: I32):
+    """One of the two from their squares."""
     smem = x.smem
     if x.c == 0:
         for i in cutlass.range_constexpr(2):
@@ -41,18 +44,10 @@ def leave_roots(x: cutlass.Constexpr, squares: cute.Tensor, block_row: I32, whic
 
 
 @cute.jit
-def leave_sizes_of_kr(x: cutlass.Constexpr):
-    """By the second block row's warps: others have more blocks below the diagonal, or inverses."""
-    if x.block_row == 1:
-        for i in cutlass.range_constexpr(2):
-            leave_sizes(x, x.smem.kr, 2 * x.side + i, 0)
-
-
-@cute.jit
 def bound_by_pairs(x: cutlass.Constexpr, cols: cute.Tensor):
     """sum |kr_t| |T_ti| |kb_i| over the rows i of T^T that `cols` has and all t.
 
-    All rows i together are what the bound has besides the largest decay.
+    All rows i together are what the bound has besides the largest decay, which the warps with the fewest blocks add.
     """
     sizes_at = address(x.smem.sizes) + (16 * x.block_row + 2 * x.c) * 4
     y, total = cute.make_rmem_tensor((2,), F32), F32(0.0)
@@ -69,15 +64,16 @@ def bound_by_pairs(x: cutlass.Constexpr, cols: cute.Tensor):
         total += y[i] * x.smem.sizes[16 * x.block_row + x.r + 8 * i, 1]
     for off in (1, 2, 4, 8, 16):
         total += cute.arch.shuffle_sync_bfly(total, offset=off)
+    if x.block_row == 3:
+        of, nan = x.smem.bound, {"nan": True}
+        total += cute.arch.fmax(cute.arch.fmax(of[0], of[1], **nan), cute.arch.fmax(of[2], of[3], **nan), **nan)
     return total
 
 
 @cute.jit
-def leave_largest_decay(
-    x: cutlass.Constexpr, kept: F32, vec: cute.Tensor, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor
-):
-    """What is known before there are scores, by KEYS: the largest e^{G_C} of the channels. With one gate a head all of it, in
-    log2 and of our rows, which goes to shared memory."""
+def leave_largest_decay(x: cutlass.Constexpr, kept: F32, b: cute.Tensor, size: cute.Tensor, inverse: cute.Tensor):
+    """What is known before there are scores, by KEYS and to shared memory: the largest e^{G_C} of the channels. With one gate a
+    head all of it, in log2 and of our rows."""
     smem = x.smem
     if cutlass.const_expr(x.variant.is_scalar):
         bound = F32(0.0)
@@ -89,18 +85,15 @@ def leave_largest_decay(
         if x.lane == 0:
             smem.bound[x.block_row] = bound + smem.sums[x.block_row, 0]
     else:
-        value = cute.make_rmem_tensor((1,), F32)
-        bits = cute.recast_tensor(value, I32)
-        value[0] = kept
-        bits[0] = cute.arch.warp_redux_sync(bits[0], "max")  # as integers: they are not negative, and NaN is the largest
+        largest = cute.arch.warp_redux_sync(bits_of(kept), "max")  # as integers: they are not negative, and NaN is the largest
         if x.lane == 0:
-            vec[LARGEST + x.block_row] = value[0]
+            smem.bound[x.block_row] = from_bits(largest)
 
 
 @cute.jit
 def leave_head_bound(x: cutlass.Constexpr, thread: I32, vec: cute.Tensor):
-    """With one gate a head, the product over all rows, as a sum and a maximum of which it is the only part."""
+    """With one gate a head, the product over all rows, as a sum of which it is the only part."""
     bound = x.smem.bound
-    if thread < 8:
+    if thread < 4:
         whole = exp2(bound[0] + bound[1] + bound[2] + bound[3])
         vec[BOUND + thread] = whole if thread == 0 else F32(0.0)

@@ -24,9 +24,9 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.gate import log2
-from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.common.tiles import F32, I32, at_address
 from cula.ops.cute.common.varlen_index import find_sequence, first_chunk
-from cula.ops.cute.kda_abi import BOUND, LARGEST
+from cula.ops.cute.kda_abi import BOUND
 
 MAX_WARM_UP = 4  # chunks that a segment may run over before its own
 FORGOTTEN = -24.0  # log2 of what a state may still weigh when it is dropped
@@ -39,20 +39,15 @@ def warm_up_chunks(mVec: cute.Tensor, hv: I32, end: I32, have: I32, is_reverse: 
     """How many chunks to run over before number `end`: as many as forget all that came earlier, or all `have` of them, from the
     start of the sequence. 0 if that would be more than MAX_WARM_UP. In reverse, chunks from `end` on, and `have` to the end of
     the sequence: a transition and its transpose have one norm."""
-    parts = cute.make_rmem_tensor((4, 2, MAX_WARM_UP), F32)
+    parts = cute.make_rmem_tensor((4, MAX_WARM_UP), F32)
     for w in cutlass.range_constexpr(MAX_WARM_UP):
         number = cutlass.min(end + w, mVec.shape[0] - 1) if cutlass.const_expr(is_reverse) else cutlass.max(end - 1 - w, 0)
-        of_chunk = mVec[number, hv, None]
-        for i, at in enumerate((BOUND, LARGEST)):
-            four = cute.make_tensor((of_chunk.iterator + at).align(16), cute.make_layout(4))
-            cute.autovec_copy(four, parts[None, i, w])
+        at = mVec[number, hv, None].iterator + BOUND
+        four = cute.make_tensor(at_address(F32, at.toint(), 16), cute.make_layout(4))
+        cute.autovec_copy(four, parts[None, w])
     total, found = F32(0.0), I32(0)
     for w in cutlass.range_constexpr(MAX_WARM_UP):
-        bound, largest = F32(0.0), F32(0.0)
-        for i in cutlass.range_constexpr(4):
-            bound += parts[i, 0, w]
-            largest = cute.arch.fmax(largest, parts[i, 1, w], nan=True)
-        total += log2(bound + largest) + F32(ROUNDING)
+        total += log2((parts[0, w] + parts[1, w]) + (parts[2, w] + parts[3, w])) + F32(ROUNDING)
         found = I32(w + 1) if found == 0 and (have == w + 1 or total < F32(FORGOTTEN)) else found
     return found
 

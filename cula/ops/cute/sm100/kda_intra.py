@@ -236,7 +236,7 @@ def intra_chunk(
     cute.arch.sync_threads()
     kept = factors(x, tid % 128, vec)
     if side == KEYS:
-        leave_largest_decay(x, kept, vec, b, size, inverse)
+        leave_largest_decay(x, kept, b, size, inverse)
     before_sync()  # squares have been read: those of kr and kb take their place
     cute.arch.sync_threads()
     if cutlass.const_expr(variant.is_scalar):

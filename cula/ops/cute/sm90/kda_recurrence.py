@@ -71,6 +71,7 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
     next_stop,
     run_chunks,
     save_at_boundary,
+    store_last_o,
 )
 from cula.ops.cute.sm90.kda_transitions import (
     Chain,
@@ -90,11 +91,12 @@ COUNTING_WARP = 4  # says that a transition is there, and where a chain begins
 
 
 class Task(enum.IntEnum):
-    """What a block runs over without output."""
+    """What a block does before its segment. What it runs over there has no output."""
 
     OF_B = 0
     OF_M = 1
-    WARM_UP = 2
+    WARM_UP = 2  # to the state at the segment's start, if only that which it begins with
+    END = 3
 
 
 class RecurrenceTma(NamedTuple):
@@ -249,6 +251,12 @@ def recurrence_kernel(
 
 
 @cute.jit
+def first_step(tasks: cutlass.Constexpr):
+    """The first of the steps of which each is a task: one that makes no transitions begins with the warm-up."""
+    return I32(Task.OF_B) if tasks.b_segment >= 0 or tasks.m_segment >= 0 else I32(Task.WARM_UP)
+
+
+@cute.jit
 def task_at(step: I32, i: I32):
     """The task of a step: B, then M, then the warm-up; in every other segment M first. So B of a segment and M of it, which the
     next one computes, are computed at the same time, and one of them finds what it reads in the L2 cache."""
@@ -257,11 +265,11 @@ def task_at(step: I32, i: I32):
 
 @cute.jit
 def chunks_of_task(task: I32, tasks: cutlass.Constexpr, start: I32):
-    """(Whether the block has such a task, its first chunk, how many)."""
+    """(Its first chunk, how many): none where the block has no such task."""
     is_warm_up = task == Task.WARM_UP
     segment = tasks.b_segment if task == Task.OF_B else tasks.m_segment
-    is_on = tasks.warm_up > 0 if is_warm_up else segment >= 0
-    return is_on, start - tasks.warm_up if is_warm_up else segment * tasks.L, tasks.warm_up if is_warm_up else tasks.L
+    of_segment = tasks.L if segment >= 0 else I32(0)
+    return start - tasks.warm_up if is_warm_up else segment * tasks.L, tasks.warm_up if is_warm_up else of_segment
 
 
 def transitions_barrier() -> NamedBarrier:
@@ -276,12 +284,11 @@ def load_role(tma: cutlass.Constexpr, storage: cutlass.Constexpr, block: cutlass
     ring, first_record = storage.ring, segment.chunk0 * HV + hv
     copies = chunk_copies(tma, storage, hv, segment.begin, dtype)
     count = I32(0)
-    for step in cutlass.range(3, unroll=1):
+    for step in cutlass.range(first_step(tasks), Task.END, unroll=1):
         task = task_at(step, tasks.i)
-        is_on, from_chunk, chunks = chunks_of_task(task, tasks, start)
-        if is_on:
-            sees_v = I32(0) if task == Task.OF_M else I32(1)
-            count = load_chunks(copies, ring, count, first_record, HV, from_chunk, from_chunk + chunks, False, sees_v)
+        from_chunk, chunks = chunks_of_task(task, tasks, start)
+        sees_v = I32(0) if task == Task.OF_M else I32(1)
+        count = load_chunks(copies, ring, count, first_record, HV, from_chunk, from_chunk + chunks, False, sees_v)
     if tasks.has_segment:
         if tasks.is_chained == 1:  # the first chunk, then transitions in the memory of the other stage
             count = load_chunks(copies, ring, count, first_record, HV, start, start + 1, True, I32(1))
@@ -334,17 +341,23 @@ def consumer_role(
     w = make_consumer(part, thread, mmas, storage.tiles, storage.sVec, sV)
     count = run_tasks(w, memory, storage, block, dtype)
     if tasks.has_segment:
-        first_state(w, memory, storage, block, count, dtype)
-        seq, tokens, kept = segment.seq, segment.tokens, memory.kept
+        if tasks.is_chained == 1:
+            chain_transitions(w, memory, storage, block, count, dtype)
+        seq, tokens, states, kept = segment.seq, segment.tokens, memory.states, memory.kept
         following, row = first_kept(kept, memory.mCu, seq, sizes.length, block.start)
         of_head = cute.domain_offset((segment.begin, 0), memory.mO[None, None, block.hv])
         output = storage.sO[None, None, part], cute.local_tile(of_head, (64, 64), (None, part))
         place, boundary, to_chunk = (seq, block.hv, tokens), block.start, block.to_chunk
-        while boundary <= to_chunk:
-            following, row = save_at_boundary(w, memory.states, kept, place, boundary, to_chunk, following, row, dtype)
+        # Most segments leave no state at all, and pass here once, by all the code that does.
+        leaves_last = to_chunk * 64 >= tokens and (states.has_ht == 1 or following >= 0)
+        last = to_chunk if leaves_last else to_chunk - 1
+        while boundary <= last:
+            if boundary == following or boundary >= to_chunk:
+                following, row = save_at_boundary(w, states, kept, place, boundary, to_chunk, following, row, dtype)
             stop = next_stop(boundary, following, to_chunk)
-            count = run_chunks(w, storage.ring, count, boundary, stop, tokens, I32(1), output, dtype)
+            count = run_chunks(w, storage.ring, count, boundary, stop, tokens, I32(1), output[0], dtype)
             boundary = stop if boundary < to_chunk else to_chunk + 1
+        store_last_o(w, *output, to_chunk - 1, tokens - (to_chunk - 1) * 64)
 
 
 @cute.jit
@@ -355,34 +368,30 @@ def run_tasks(
     block: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Without output: B of our own segment, M of another, and the warm-up of our own, which leaves its state in accS. Returns how
-    many chunks have passed."""
+    """Without output: B of our own segment, M of another, and the warm-up of our own, which leaves in accS the state that our
+    segment, or its chain, begins with. Returns how many chunks have passed."""
     segment, tasks, hv = block.segment, block.tasks, block.hv
     S, at_s, count = w.S, w.positions(), I32(0)
-    for step in cutlass.range(3, unroll=1):
+    for step in cutlass.range(first_step(tasks), Task.END, unroll=1):
         task = task_at(step, tasks.i)
-        is_on, from_chunk, chunks = chunks_of_task(task, tasks, block.start)
-        if is_on:
-            w.factor.fill(1.0)
+        from_chunk, chunks = chunks_of_task(task, tasks, block.start)
+        w.factor.fill(1.0)
+        if task == Task.OF_M:
             for j in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 for a in cutlass.range_constexpr(2):
-                    is_one = task == Task.OF_M and at_s[a, j][0] + 64 * w.part == at_s[a, j][1]
-                    S[a, j] = F32(1.0) if is_one else F32(0.0)
-            if task == Task.WARM_UP and from_chunk == 0:
-                load_first_state(w, memory.states, block)
-            sees_v = I32(0) if task == Task.OF_M else I32(1)
-            count = run_chunks(w, storage.ring, count, from_chunk, from_chunk + chunks, segment.tokens, sees_v, None, dtype)
-            if task != Task.WARM_UP:
-                of = block.first_number + (tasks.b_segment if task == Task.OF_B else tasks.m_segment)
-                keep_transition(w, memory, storage.sSquares, task, of * block.HV + hv, dtype)
+                    S[a, j] = F32(1.0) if at_s[a, j][0] + 64 * w.part == at_s[a, j][1] else F32(0.0)
+        else:
+            w.accS.fill(0.0)
+            is_first = task == Task.WARM_UP and tasks.has_segment and (chunks == 0 or from_chunk == 0)
+            if is_first and block.slot >= 0:
+                states = memory.states
+                load_state(w.ours, w.accS, address_of(states.h0, block.slot, states.step, hv, states.kind), states.kind)
+        sees_v = I32(0) if task == Task.OF_M else I32(1)
+        count = run_chunks(w, storage.ring, count, from_chunk, from_chunk + chunks, segment.tokens, sees_v, None, dtype)
+        if task != Task.WARM_UP and chunks > 0:
+            of = block.first_number + (tasks.b_segment if task == Task.OF_B else tasks.m_segment)
+            keep_transition(w, memory, storage.sSquares, task, of * block.HV + hv, dtype)
     return count
-
-
-@cute.jit
-def load_first_state(w: cutlass.Constexpr, states: cutlass.Constexpr, block: cutlass.Constexpr):
-    """accS <- the sequence's first state, if it has one."""
-    if block.slot >= 0:
-        load_state(w.ours, w.accS, address_of(states.h0, block.slot, states.step, block.hv, states.kind), states.kind)
 
 
 @cute.jit
@@ -415,7 +424,7 @@ def keep_transition(
 
 
 @cute.jit
-def first_state(
+def chain_transitions(
     w: cutlass.Constexpr,
     memory: cutlass.Constexpr,
     storage: cutlass.Constexpr,
@@ -423,23 +432,18 @@ def first_state(
     count: I32,
     dtype: cutlass.Constexpr,
 ):
-    """accS <- the state at the start of our segment, unless the warm-up has left it there."""
-    hv, HV, tasks, has_h0 = block.hv, block.HV, block.tasks, block.has_h0
-    if tasks.warm_up == 0:
-        w.factor.fill(1.0)
-        w.accS.fill(0.0)
-        load_first_state(w, memory.states, block)
-    if tasks.is_chained == 1:
-        record = block.first_number * HV + hv
-        begin = begin_of_chain(memory.mDone, record, HV, tasks.i, has_h0, True)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == COUNTING_WARP:
-            with cute.arch.elect_one():
-                storage.sBegin[0] = begin
-        transitions_barrier().arrive()
-        if begin >= 0:  # from zero, or from what is forgotten, a transition gives its B
-            load_b(memory.mB, record + begin * HV, w.part, w.thread, w.accS)
-        record += (begin + 1) * HV
-        thr_s = w.mmas.s.get_slice(w.thread)
-        bM = thr_s.make_fragment_B(thr_s.partition_B(swapped(storage.all_tiles)))  # [N = dk out, K = dk in]
-        chain = Chain(record, HV, tasks.i - 1 - begin, (count + 1) % STAGES)
-        run_chain(w, memory.mB, bM, storage.transitions, chain, dtype)
+    """accS, which is the sequence's first state <- that at the start of our segment."""
+    HV, tasks = block.HV, block.tasks
+    record = block.first_number * HV + block.hv
+    begin = begin_of_chain(memory.mDone, record, HV, tasks.i, block.has_h0, True)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == COUNTING_WARP:
+        with cute.arch.elect_one():
+            storage.sBegin[0] = begin
+    transitions_barrier().arrive()
+    if begin >= 0:  # from zero, or from what is forgotten, a transition gives its B
+        load_b(memory.mB, record + begin * HV, w.part, w.thread, w.accS)
+    record += (begin + 1) * HV
+    thr_s = w.mmas.s.get_slice(w.thread)
+    bM = thr_s.make_fragment_B(thr_s.partition_B(swapped(storage.all_tiles)))  # [N = dk out, K = dk in]
+    chain = Chain(record, HV, tasks.i - 1 - begin, (count + 1) % STAGES)
+    run_chain(w, memory.mB, bM, storage.transitions, chain, dtype)

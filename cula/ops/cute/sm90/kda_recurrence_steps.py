@@ -250,18 +250,18 @@ def run_chunks(
     to_chunk: I32,
     tokens: I32,
     sees_v: I32,
-    output: cutlass.Constexpr,
+    sO: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """A consumer: the state over the chunks [from_chunk, to_chunk) of a sequence of so many tokens.
 
-    `output` is (o in shared memory, o [64 tokens, 64 dv, chunk]), or None where there is no output. M of a transition does not
-    see v. Returns how many chunks have passed, `count` before these.
+    `sO` is where o is handed over, or None where there is no output. M of a transition does not see v. Returns how many chunks
+    have passed, `count` before these.
 
     What the warps do between products is most of a chunk's time: they are few, and wait for every value. So it is little, and
     what does not depend on a product is done while one runs.
     """
-    has_output, is_f16 = cutlass.const_expr(output is not None), cutlass.const_expr(dtype is F16)
+    has_output, is_f16 = cutlass.const_expr(sO is not None), cutlass.const_expr(dtype is F16)
     mma_x, mma_t, mma_s = w.mmas
     accS, factor = w.accS, w.factor
     bKb, bQg, bP, bT, bKr = w.operands
@@ -296,12 +296,10 @@ def run_chunks(
         issue(mma_s, accS, aU, bKr[None, None, None, stage], True)
         if cutlass.const_expr(has_output):
             warpgroup.wait_group(1)
-            hand_over_o(w, accO, output[0], dtype)
+            hand_over_o(w, accO, sO, dtype)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(ring.empty + stage)
-    if cutlass.const_expr(has_output):
-        store_last_o(w, *output, to_chunk - 1, tokens - (to_chunk - 1) * 64)
     return count + to_chunk - from_chunk
 
 
