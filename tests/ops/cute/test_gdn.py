@@ -261,6 +261,8 @@ def test_few_heads_are_cut_and_many_are_not():
     assert made() == Schedule(blocks=0, pieces=2)
     assert made(HV=64) == Schedule(blocks=0, pieces=1)
     assert made(B=8, N=8, T=2048) == Schedule(blocks=132)
+    assert made(B=1, N=8, T=16384, is_packed=True) == Schedule(blocks=0, pieces=1)  # one of them may be all
+    assert made(B=1, N=40, T=81920, is_packed=True) == Schedule(blocks=132)
     assert made(HV=8, H=2).pieces == 8
     assert made(HV=1, H=1, T=64).pieces == 1
     assert made(B=8, N=8, T=2048, options=GdnOptions()) == Schedule(blocks=132)  # keys as they came
