@@ -2,13 +2,15 @@
 """The fuzzer: finds nothing where nothing is wrong, and finds what is broken on purpose; its line makes the same call again."""
 
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from cula.core import dispatch
 from cula.core.family import FAMILIES
-from cula.fuzz import __main__ as fuzz
+from cula.fuzz import run as fuzz
 from cula.fuzz.draw import Draw, same_bits
 from cula.fuzz.family import with_fuzz
 from cula.ops.torch import kda as torch_kda
@@ -25,6 +27,13 @@ def test_a_few_hundred_calls_are_right(capsys):
     for kind in ("prefill", "decode", "gradient", "bad input"):
         assert f"kda {kind}" in said
         assert f"lightning {kind}" in said
+
+
+def test_the_command_shares_calls_among_processes():
+    command = [sys.executable, "-m", "cula.fuzz", "--jobs", "2", "--calls", "5", "--device", "cpu"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "10 calls, 0 wrong" in ran.stdout
 
 
 def off_by_a_head(problem, x, out=None, *, right=torch_kda.kda_fwd):
