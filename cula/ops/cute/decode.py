@@ -87,7 +87,10 @@ def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
     """(Backend, why) of calls that the kernels take, and another backend runs better as far as anybody has measured."""
     p = problem
     if isinstance(p, DecodeProblem) and p.T == 1 and p.pool_dtype == torch.float32 and not goes_by_drafts(p):
-        return "triton", "leaves one token on float32 states to triton, which is at the speed of the memory and faster than its own"
+        return (
+            "triton",
+            "leaves one token on float32 states to triton, which is faster than its own there",
+        )
     return None
 
 
