@@ -46,7 +46,7 @@ def test_a_family_shows_every_right_time_over_the_floor(key, rows, marks):
     suites = ("kda-train", "gva") if key == "kda-train" else (key,)
     mine = [row for row in rows if row["op"] in ops and row["suite"] in suites]
     wanted = [(n, e["over_floor"]) for row in mine for n, e in row["entries"].items() if e["status"] == "ok"]
-    assert sorted((library, x) for library, x, _ in marks) == sorted(wanted) and len(wanted) > 5
+    assert sorted((library, x) for library, x, _ in marks) == sorted(wanted) and len(wanted) > 3
     assert all(axes.get_xscale() == "log" for axes in figure.axes)
 
 
