@@ -170,20 +170,17 @@ def test_order_does_not_matter_for_whole_sequences(interpreted, order):  # noqa:
 
 
 @pytest.mark.parametrize("family", ["kda", "gdn"])
-@pytest.mark.parametrize("are_new_ones_used", [True, False])
-def test_context_parallelism_finds_them(monkeypatch, family, are_new_ones_used):
+def test_context_parallelism_finds_them(monkeypatch, family):
     """A scan's backward is a short pass for C and one backward, of one backend."""
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setenv("CULA_SELF_CHECK", "1" if are_new_ones_used else "decline")
     problem = TRAINING
     if family == "gdn":
         of_gdn = {name: value for name, value in vars(TRAINING).items() if name not in ("has_scalar_gate", "options")}
         problem = GdnProblem(**of_gdn, options=GdnOptions(use_qk_l2norm_in_kernel=True))
     for op in ("transition", "bwd"):
         chosen = choose(f"{family}_{op}", problem)
-        assert chosen.name == ("cute_sm90" if are_new_ones_used else "triton")
-    found = chosen.backend.find(family, f"{family}_state_grad")
-    assert (found is not None) == are_new_ones_used
+        assert chosen.name == "cute_sm90"
+    assert chosen.backend.find(family, f"{family}_state_grad") is not None
 
 
 # The simulator's orders, and faults
