@@ -12,7 +12,8 @@
 | `CULA_VLLM`            | `0`        | `1`: the plug-in that vLLM loads puts cuLA in the place of its GDN and KDA kernels    |
 | `CUTE_DSL_RUNTIME`     |            | the file `libcute_dsl_runtime.so`, if it is in none of the places `loader.py` looks   |
 | `FLA_CULA`             | `1`        | `0`: FLA does not ask cuLA, though `cula.integrations.fla.register()` was called      |
-| `TRITON_INTERPRET`     | `0`        | Triton's own: `1` runs its kernels in an interpreter, so that CPU tensors will do     |
+| `TRITON_INTERPRET`     | `0`        | Triton's own: `1` runs its kernels in an interpreter, on CPU tensors. For the tests,  |
+|                        |            | which repair it first (`tests/support/triton_interpreter.py`)                         |
 | `XDG_CACHE_HOME`       | `~/.cache` | CuTe kernels compiled on first use are kept in its folder `cula`                      |
 
 Variables but `CULA_NVTX` are read when they are needed, so a test or a debugging session may set them at any time.

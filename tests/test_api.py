@@ -9,6 +9,10 @@ import torch
 
 import cula
 from cula import reference
+from cula.core.decode import CALL_FIELDS
+from cula.core.family import FAMILIES
+from cula.core.pool import Serving
+from cula.core.problem import PUBLIC_NAMES, DecodeOptions
 from cula.gdn.api import GdnKeywords
 from cula.kda.api import KdaKeywords
 from cula.lightning.api import LightningKeywords
@@ -27,6 +31,35 @@ def test_type_checkers_know_every_keyword(function, keywords):
     """The keywords of the overloads are those of the function, but for those that the overloads name themselves."""
     named = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert set(keywords.__annotations__) == named - {"return_intermediate_states", "q", "k", "v"}
+
+
+@pytest.mark.parametrize("name", ["kda", "gdn", "lightning"])
+def test_tensors_and_options_are_handed_on_in_order(name, monkeypatch):
+    """Level 1 makes plain tuples, which are in the order of `Inputs`, `Serving` and `Options`."""
+    family = FAMILIES[name]
+    function = family.load_entry()
+    monkeypatch.setitem(function.__globals__, "call_prefill", lambda *handed: handed)
+    aliases = {"q": "Q", "k": "K", "v": "V"} if name == "lightning" else {}
+    given = {name: name for name in family.keywords() if name not in {"cp_context", *aliases}}
+    _, tensors, options, every, device, backend, others = function(**given | {"null_index": "nonpositive"}, other=1)
+    names = [*family.Inputs._fields, *Serving._fields]
+    assert [*tensors] == [aliases.get(name, name) if aliases.get(name, name) in given else None for name in names]
+    assert [*options] == [True if name == "null_is_nonpositive" else name for name in family.Options._fields]
+    assert (device, backend, others) == ("device", "backend", {"other": 1})
+    assert every == given.get("checkpoint_every")
+
+
+def test_a_decode_hands_its_tensors_and_options_on_in_order(monkeypatch):
+    function = cula.cula_decode
+    monkeypatch.setitem(function.__globals__, "call_decode", lambda *handed: handed)
+    given = {name: name for name in (*CALL_FIELDS, *DecodeOptions._fields, "mode", "device", "backend")}
+    for name, public in PUBLIC_NAMES.items():
+        del given[name]
+        given[public] = {"null_index": "nonpositive", "state_layout": "kv"}[public]
+    mode, tensors, options, device, backend, others, _ = function(**given, other=1)
+    assert [*tensors] == [*CALL_FIELDS]
+    assert [*options] == [True if name in PUBLIC_NAMES else name for name in DecodeOptions._fields]
+    assert (mode, device, backend, others) == ("mode", "device", "backend", {"other": 1})
 
 
 def test_kda_reads_and_updates_a_pool_in_place(backend, device):

@@ -16,6 +16,7 @@ from cula.bench import results, runner, suites
 from cula.bench.cases import DTYPES, FLAGS
 from cula.bench.family import all_gates
 from cula.bench.peers import PEERS, Peer
+from cula.core.dispatch import backend_names
 
 EXAMPLES = """examples:
   cula-bench run kda-prefill decode --out prefill.json --budget 480
@@ -60,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--tune-ms", type=numbers, metavar="WARMUP,REPEAT", help="of a peer's tuner, a variant (Triton: 25,100)")
     run.add_argument("--shapes-limit", type=int, help="at most so many cases of each suite")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    run.add_argument("--backend", default="auto", help="force a cuLA backend by name")
+    run.add_argument("--backend", choices=("auto", *backend_names()), default="auto", help="force a cuLA backend")
     run.add_argument("--peers", default="all", help=f"all, none, or some of {','.join(p.name for p in PEERS)}")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--commit", help="what to record as the commit where there is no git")
@@ -124,7 +125,8 @@ def run(args: argparse.Namespace) -> int:
     peers = chosen_peers(args.peers)
     settings = runner.Settings(device, args.backend, peers, args.seed, args.budget, args.warm, args.tune_ms, record)
     result = runner.run(cases, settings, args.out, resume=args.resume, revision=args.commit)
-    print(f"\n{reporting.screen([result])}\n{args.out}: {len(result['rows'])} rows")
+    rows = len(result["rows"])
+    print(f"\n{reporting.screen([result])}\n{args.out}: {rows} row{'s' * (rows != 1)}")
     return 0
 
 

@@ -50,7 +50,7 @@ def compare(before: Result, after: Result, threshold: float = DEFAULT_THRESHOLD)
         alone = [rows[i]["label"] for i in rows if i not in others]
         if alone:
             some = ", ".join(alone[:5]) + (", ..." if len(alone) > 5 else "")
-            notes.append(f"note: {len(alone)} cases only in {name} file: {some}")
+            notes.append(f"note: {len(alone)} case{'s' * (len(alone) != 1)} only in {name} file: {some}")
     lines: list[list[str]] = []
     regressions: list[str] = []
     ratios: list[float] = []

@@ -127,6 +127,12 @@ def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, 
     return B, T, H, K, HV, V
 
 
+def check_int32_offsets(who: str, cu_seqlens: Tensor) -> None:
+    """For functions whose callers have int32 offsets and no others."""
+    check_tensor(who, "cu_seqlens", cu_seqlens)
+    check_dtype(who, "cu_seqlens", cu_seqlens, (torch.int32,))
+
+
 def check_cu_seqlens(who: str, cu_seqlens: Tensor | None, q: Tensor, name: str = "q") -> int:
     """Shape, dtype and device of the offsets of q's tokens (or another tensor's, `name`); returns the number of sequences."""
     if cu_seqlens is None:

@@ -17,8 +17,10 @@ from cula import settings
 from cula.core import checks
 from cula.core.checks import INDEX_DTYPES, POOL_DTYPES
 from cula.core.constants import MAX_DECODE_TOKENS
-from cula.core.family import Family
+from cula.core.family import FAMILIES, Family
 from cula.core.problem import DecodeOptions, DecodeProblem, needs_grad
+
+GATE_SWITCHES = ("lower_bound", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
 
 class Dims(NamedTuple):
@@ -59,6 +61,7 @@ def describe_decode(
     """
     assert family.decode is not None
     traits, q, state = family.decode, x.q, x.state
+    _check_gate_switches(family, options, who)
     B, rows, H, K, HV, V = checks.check_qkv(who, q, x.k, x.v)
     layout, inner = ("[P, HV, K, V]", (HV, K, V)) if options.state_is_kv else ("[P, HV, V, K]", (HV, V, K))
     P = checks.check_pool(who, "state", state, layout, inner)
@@ -105,6 +108,14 @@ def describe_decode(
         **facts,
     )
     return DecodeRequest(family, problem, _as_rows(x, own, is_packed), is_packed, who)
+
+
+def _check_gate_switches(family: Family, options: DecodeOptions, who: str) -> None:
+    """That a call sets no switch of a gate, or of beta, that the family does not have."""
+    for name in GATE_SWITCHES:
+        if getattr(options, name) != DecodeOptions._field_defaults[name] and name not in family.Options._fields:
+            takers = [f"{f.name!r}" for f in FAMILIES.values() if f.decode is not None and name in f.Options._fields]
+            raise ValueError(f"{who}: {name}= belongs to mode {' or '.join(takers)}; mode {family.name!r} does not have it")
 
 
 def _check_rows(x: Any, B: int, rows: int, P: int, who: str) -> bool:

@@ -9,6 +9,7 @@ functions `<name>_fwd`, `<name>_bwd`, ... of the table in `cula/core/kernels.py`
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,11 @@ class Family:
     def load_entry(self) -> Callable[..., Any]:
         module, _, name = self.entry.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    def keywords(self) -> tuple[str, ...]:
+        """What its function of level 1 takes, by name."""
+        parameters = inspect.signature(self.load_entry()).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 FAMILIES: dict[str, Family] = {}  # by name, in order; filled by `cula/registry.py`

@@ -38,6 +38,12 @@ def warn_of_ignored(who: str, kwargs: dict[str, Any], frames: int = 1) -> None:
         warnings.warn(f"{who}: ignores {', '.join(kwargs)}, as flash-linear-attention does", stacklevel=2 + frames)
 
 
+def refuse_head_first(head_first: bool | None) -> None:
+    """FLA's error for a layout that it had once."""
+    if head_first is not None:
+        raise DeprecationWarning("head_first has been removed. Inputs must be in `[B, T, H, ...]` format.")
+
+
 def is_decode(q: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether a call of FLA's recurrent form is one that the decode kernels take: up to 8 tokens of each row."""
     return cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0

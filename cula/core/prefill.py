@@ -70,8 +70,7 @@ def call_prefill(
         done = family.replay.run(tensors, (options, checkpoint_every, device, backend))
         if done is not None and done is not NotImplemented:
             return done
-    count = len(family.Inputs._fields)
-    x, serving = family.Inputs(*tensors[:count]), Serving(*tensors[count:])
+    x, serving = split(family, tensors)
     return prefill(
         family,
         x,
@@ -82,6 +81,12 @@ def call_prefill(
         backend=backend,
         extra=extra,
     )
+
+
+def split(family: Family, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Serving]:
+    """The tensors of a function of level 1, which stand in one order everywhere, as the family's `Inputs` and `Serving`."""
+    count = len(family.Inputs._fields)
+    return family.Inputs(*tensors[:count]), Serving(*tensors[count:])
 
 
 def prefill(
@@ -132,7 +137,7 @@ def prefill(
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
 
     checks.refuse_transforms(who)
-    known = (*x._fields, *serving._fields, *options._fields, "checkpoint_every", "device", "backend")
+    known = family.keywords() if extra else ()
     try:
         request = describe(family, x, options, serving, checkpoint_every, device, who)
     except (TypeError, ValueError):
@@ -153,8 +158,8 @@ def prefill(
 
 def prefill_by(backend: str, family: Family, x: Any, options: Any, out: Tensor | None, who: str) -> tuple[Tensor, Tensor | None]:
     """A prefill by one backend and no other, for the functions of level 0 that name hardware: forward only, int32 offsets."""
-    if x.cu_seqlens is not None and x.cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{who}: cu_seqlens is {x.cu_seqlens.dtype}; expected int32")
+    if x.cu_seqlens is not None:
+        checks.check_int32_offsets(who, x.cu_seqlens)
     with torch.no_grad():
         return prefill(family, x, options, Serving(out=out), backend=backend, who=who)
 
@@ -297,10 +302,10 @@ def record(request: Request, choice: Choice, given: tuple[Tensor | None, ...]) -
         return made
 
     # Without the tensors of this call, which would live as long as the record.
-    bare, Inputs, count = request._replace(x=None, serving=NOTHING_TO_SERVE), type(x), len(x)
+    bare = request._replace(x=None, serving=NOTHING_TO_SERVE)
 
     def replay(tensors: tuple[Tensor | None, ...]) -> Any:
-        others, serving = Inputs(*tensors[:count]), Serving(*tensors[count:])
+        others, serving = split(family, tensors)
         if not is_as_given:
             others = family.check(others, bare.problem.options, bare.who)[1]
         return execute(bare._replace(x=others, serving=serving), choice)

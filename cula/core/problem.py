@@ -113,6 +113,10 @@ class DecodeOptions(NamedTuple):
     batch_invariant: bool = False
 
 
+# The public names of options that are kept as booleans under others.
+PUBLIC_NAMES = {"null_is_nonpositive": "null_index", "state_is_kv": "state_layout"}
+
+
 def with_settings(options: Any) -> Any:
     """The options of a call, with what the environment asks for."""
     if settings.batch_invariant() and not getattr(options, "batch_invariant", True):

@@ -29,7 +29,7 @@ from cula.dist import handshake
 from cula.dist.call import Call
 from cula.dist.comm import resolve_group
 from cula.dist.cost import Load, Schedule, cheapest
-from cula.dist.plan import CpOptions, Plan, Ranks, check_tokens, local_kernels, make_plan, run_plan, signature_of
+from cula.dist.plan import CpOptions, Plan, Ranks, check_tokens, local_kernels, make_plan, public_options, run_plan, signature_of
 from cula.dist.tp import TpOptions, device_of, gather_all, refuse_nvshmem, resolve_tp, slice_heads
 from cula.dist.varlen import Layout, Share, host_offsets
 
@@ -70,7 +70,7 @@ def context_parallel(
 def split_options(family: Family, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """Keywords of a parallel function as (tensors of the family's inputs, its options, the others)."""
     tensors = {name: kwargs.pop(name) for name in family.Inputs._fields if name in kwargs}
-    options = family.Options(**{name: kwargs.pop(name) for name in family.Options._fields if name in kwargs})
+    options = family.Options(**{name: kwargs.pop(name) for name in public_options(family) if name in kwargs})
     return tensors, options, kwargs
 
 

@@ -15,7 +15,7 @@ from cula.core import checks
 from cula.core.dispatch import choose, refuse_unknown
 from cula.core.family import Family
 from cula.core.pool import Serving
-from cula.core.problem import needs_grad
+from cula.core.problem import PUBLIC_NAMES, needs_grad
 from cula.dist import handshake
 from cula.dist.call import Call, next_number, run
 from cula.dist.cost import NOMINAL_TOKENS, Load, Schedule, cheapest
@@ -76,6 +76,8 @@ def make_plan(who: str, x: Inputs, kernels: LocalKernels, ranks: Ranks, options:
     """Where the tokens lie, how the states cross, and what all ranks must have in common."""
     checks.check_choice(who, "cp_mode", options.cp_mode, CP_MODES)
     checks.check_choice(who, "sp_mode", options.sp_mode, SP_MODES)
+    if not isinstance(options.schedule, Schedule | None):
+        raise checks.ArgumentTypeError(f"{who}: schedule is {options.schedule!r}; expected a cula.dist.Schedule")
     if options.schedule is not None and (options.schedule.exchange not in EXCHANGES or options.schedule.blocks < 1):
         raise ValueError(f"{who}: schedule is {options.schedule}; expected one of {list(EXCHANGES)} and blocks >= 1")
     B, _, HV, V = x.v.shape
@@ -137,6 +139,11 @@ def signature_of(
     return tuple(common)
 
 
+def public_options(family: Family) -> list[str]:
+    """The options of a family that are keywords over ranks: all but those of pools, which are kept under other names."""
+    return [name for name in family.Options._fields if name not in PUBLIC_NAMES]
+
+
 def local_kernels(
     who: str, family: Family, x: Inputs, options: Any, device: torch.device | str | None, backend: str, extra: dict[str, Any]
 ) -> LocalKernels:
@@ -146,7 +153,7 @@ def local_kernels(
     if getattr(options, "batch_invariant", False):
         raise NotImplementedError(f"{who}: batch_invariant=True is not available over ranks, which say how sequences are split")
     _refuse_serving(who, extra)
-    known = (*x._fields, *options._fields, *KEYWORDS)
+    known = (*x._fields, *public_options(family), *KEYWORDS)
     try:
         problem, _ = family.check(x._replace(initial_state=None, cu_seqlens=None), options, who)
     except (TypeError, ValueError):

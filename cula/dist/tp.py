@@ -14,7 +14,6 @@ value head.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,7 +120,7 @@ def tp_call(family: Family, x: Any, tp: TpOptions, kwargs: dict[str, Any], who: 
         try:
             outputs = family.load_entry()(*x[:positional], **_named(x, positional, kwargs))
         except TypeError:
-            level1 = inspect.signature(family.load_entry()).parameters
+            level1 = family.keywords()
             unknown = [name for name in kwargs if name not in level1]
             refuse_unknown(who, unknown, [*level1, *TpOptions._fields], kwargs.get("backend", "auto"))
             raise

@@ -16,7 +16,16 @@ from torch import Tensor
 from cula.core import checks
 from cula.core.constants import CHUNK
 from cula.core.cp_context import from_cp_context
-from cula.core.fla import check_first_states, check_tokens, decode_few, is_decode, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import (
+    check_first_states,
+    check_tokens,
+    decode_few,
+    is_decode,
+    refuse_head_first,
+    state_layout,
+    swap_layout,
+    warn_of_ignored,
+)
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -75,8 +84,7 @@ def chunk_gated_delta_rule(
         `[B, NT, HV, V, K]` with `return_intermediate_states`, otherwise None.
     """
     who = "chunk_gated_delta_rule"
-    if head_first is not None:
-        raise DeprecationWarning("head_first has been removed. Inputs must be in `[B, T, H, ...]` format.")
+    refuse_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     warn_of_ignored(who, kwargs)

@@ -144,8 +144,6 @@ def check_gdn_decode(
     """Validate the tensors that are GDN's own; return them normalised, and the fields of the problem that follow from them."""
     checks.check_given(who, "gdn", g=x.g, beta=x.beta)
     assert x.g is not None
-    if options.lower_bound is not None:
-        raise ValueError(f"{who}: lower_bound= is of mode 'kda'; the gate of mode 'gdn' has no bound")
     if checks.rank_of(who, "g", x.g) == 4:
         raise ValueError(
             f"{who}: g has shape {checks.shape_of(x.g)}, one gate a channel; mode 'gdn' has one a head, "

@@ -11,10 +11,9 @@ from torch import Tensor
 from cula.core.checks import is_null_nonpositive
 from cula.core.cp_context import from_cp_context
 from cula.core.nvtx import nvtx_range
-from cula.core.pool import Serving
-from cula.core.prefill import call_prefill
+from cula.core.prefill import call_prefill, split
 from cula.kda.family import FAMILY
-from cula.kda.problem import KdaInputs, KdaOptions
+from cula.kda.problem import KdaOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -181,6 +180,6 @@ def cula_kda(
         null_index != "negative" and is_null_nonpositive(FAMILY.function, null_index), batch_invariant,
     )  # fmt: skip
     if cp_context is not None:
-        x, serving = KdaInputs(*tensors[:9]), Serving(*tensors[9:])
+        x, serving = split(FAMILY, tensors)
         return from_cp_context(FAMILY, x, KdaOptions(*options), serving, checkpoint_every, cp_context, device, backend, kwargs)
     return call_prefill(FAMILY, tensors, options, checkpoint_every, device, backend, kwargs)

@@ -44,6 +44,7 @@ class LinearAttention(nn.Module):
         who = type(self).__name__
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_k_dim}
+        sizes |= {"conv_size": conv_size} if use_short_conv else {}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{who}: {name} is {size}; expected 1 or more")
@@ -129,11 +130,18 @@ class LinearAttention(nn.Module):
                 checks.check_cu_seqlens_values(cu_seqlens, hidden_states, who)
         if cache is None:
             return
+        if not isinstance(cache, LayerCache):
+            raise checks.ArgumentTypeError(
+                f"{who}: cache is {type(cache).__name__}; expected a LayerCache, which new_cache makes"
+            )
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.q_proj.weight.requires_grad):
             raise ValueError(f"{who}: a cache is for inference; call the layer under torch.no_grad()")
         N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cache.recurrent.shape[0] != N:
             raise ValueError(f"{who}: the cache is of {cache.recurrent.shape[0]} sequences; the call has {N}")
+        state = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        if cache.recurrent.shape[1:] != state or bool(cache.conv) != bool(self.use_short_conv):
+            raise ValueError(f"{who}: the cache is another layer's: a sequence has the state {list(state)} here; use new_cache")
 
     def _convolved(self, qkv: tuple[Tensor, ...], cache: LayerCache | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
         if not self.use_short_conv:

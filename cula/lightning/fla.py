@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.fla import check_first_states, check_tokens, swap_layout
+from cula.core.fla import check_first_states, check_tokens, refuse_head_first, state_layout, swap_layout, warn_of_ignored
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -30,6 +30,10 @@ def chunk_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    head_first: bool | None = None,
+    backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA with constant decays, as `fla.ops.simple_gla.chunk_simple_gla(g_gamma=...)`.
@@ -38,11 +42,14 @@ def chunk_simple_gla(
         q, k, v, scale, ...: as in `cula.cula_lightning`.
         g: decays that depend on data; not served.
         g_gamma: `[H]`, the log decay of each head, <= 0; differentiable.
-        cu_seqlens_cpu, **kwargs: accepted for FLA's callers; not needed.
+        cu_seqlens_cpu, chunk_size: accepted for FLA's callers; not needed.
+        backend: one by name, or "auto" for the fastest that serves the call.
+        **kwargs: ignored with a warning, as FLA ignores them without one.
     """
-    return _simple_gla(
-        "chunk_simple_gla", q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
-    )
+    who = "chunk_simple_gla"
+    refuse_head_first(head_first)
+    warn_of_ignored(who, kwargs)
+    return _simple_gla(who, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, backend)
 
 
 def fused_recurrent_simple_gla(
@@ -57,13 +64,19 @@ def fused_recurrent_simple_gla(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by the name of FLA's recurrent form; `reverse` is not served."""
+    """The same by the name of FLA's recurrent form; `reverse` is not served, and `transpose_state_layout` is FLA's old name of
+    `state_v_first`."""
     who = "fused_recurrent_simple_gla"
     if reverse:
         raise NotImplementedError(f"{who}: reverse=True is not served; flip the tensors along T")
-    return _simple_gla(who, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    warn_of_ignored(who, kwargs)
+    state_v_first = state_layout(state_v_first, transpose_state_layout)
+    return _simple_gla(who, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, backend)
 
 
 def chunk_lightning_attn(
@@ -76,14 +89,20 @@ def chunk_lightning_attn(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    head_first: bool | None = None,
+    backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning Attention with the slopes of a layer, as `fla.ops.lightning_attn.chunk_lightning_attn`."""
     who = "chunk_lightning_attn"
+    refuse_head_first(head_first)
+    warn_of_ignored(who, kwargs)
     check_tokens(who, q, k, v)
     H = q.shape[2]
     slopes = (8 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float32, device=q.device)
-    return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens)
+    return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens, backend)
 
 
 def _simple_gla(
@@ -98,6 +117,7 @@ def _simple_gla(
     output_final_state: bool,
     state_v_first: bool,
     cu_seqlens: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     if g is not None:
         raise NotImplementedError(
@@ -110,5 +130,5 @@ def _simple_gla(
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     gamma = checks.reshaped(who, "g_gamma", g_gamma, "[H]", (v.shape[2],))
     x = LightningInputs(q, k, v, -gamma.float(), swap_layout(initial_state, state_v_first), cu_seqlens)
-    o, final_state = prefill(FAMILY, x, LightningOptions(scale, output_final_state=output_final_state), who=who)
+    o, final_state = prefill(FAMILY, x, LightningOptions(scale, output_final_state=output_final_state), backend=backend, who=who)
     return o, swap_layout(final_state, state_v_first)

@@ -341,7 +341,7 @@ def test_compare_sees_a_result_that_became_wrong(result, tmp_path, capsys):
     before, after = write(result, tmp_path, "a.json"), write(broken, tmp_path, "b.json")
     assert main(["compare", str(before), str(after)]) == 1
     said = capsys.readouterr().out
-    assert "was right, now failed (RuntimeError: boom)" in said and "1 cases only in the first file" in said
+    assert "was right, now failed (RuntimeError: boom)" in said and "1 case only in the first file" in said
 
 
 def test_rows_of_a_forced_backend_stand_beside_the_others(result):

@@ -143,6 +143,9 @@ def test_command_line(tmp_path, capsys):
     assert "unknown peers" in capsys.readouterr().err
     assert main(["run", "kda-prefill", "--tune-ms", "5", "--out", str(out)]) == 2
     assert "two numbers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run", "kda-prefill", "--backend", "cuda", "--out", str(tmp_path / "none.json")])
+    assert "invalid choice: 'cuda'" in capsys.readouterr().err
 
 
 def test_forced_backend_is_recorded(run):

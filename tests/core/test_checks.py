@@ -432,6 +432,28 @@ def test_a_good_decode_does_not_make_a_bad_one_pass():
             cula.cula_decode(**good | change)
 
 
+@pytest.mark.parametrize(
+    ("mode", "switch", "value"),
+    [
+        ("gdn", "lower_bound", -5.0),
+        ("lightning", "lower_bound", -5.0),
+        ("lightning", "use_gate_in_kernel", True),
+        ("lightning", "use_beta_sigmoid_in_kernel", True),
+        ("lightning", "allow_neg_eigval", True),
+    ],
+)
+def test_a_decode_refuses_switches_of_gates_that_its_family_does_not_have(mode, switch, value):
+    arguments = decode_arguments()
+    if mode == "gdn":
+        arguments["g"] = arguments["g"][..., 0]
+    else:
+        del arguments["g"], arguments["beta"]
+        arguments["decay"] = torch.rand(4)
+    cula.cula_decode(**arguments, mode=mode)
+    with pytest.raises(ValueError, match=f"cula_decode: {switch}= belongs to mode 'kda'.*; mode '{mode}' does not have it"):
+        cula.cula_decode(**arguments | {switch: value}, mode=mode)
+
+
 CHECKED = {
     "a positive log decay": (cula.cula_kda, kda_arguments(g=torch.full((1, 6, 4, 8), 0.1)), "positive log decay"),
     "NaN in k": (cula.cula_kda, kda_arguments(k=torch.full((1, 6, 2, 8), float("nan"))), "k holds NaN"),

@@ -301,6 +301,19 @@ def test_a_misspelt_keyword_names_the_right_one():
         cula.cula_kda(**t, inital_state_indices=True)
 
 
+def test_only_keywords_of_the_function_are_proposed():
+    t, lightning = KdaCall(T=1).tensors(), LightningCall(T=5).tensors()
+    q, k, v, decay = (lightning[name] for name in ("q", "k", "v", "decay"))
+    with pytest.raises(TypeError, match=r"unknown keyword argument 'checkpoint_every' \(backend"):
+        cula.cula_lightning(q, k, v, decay, checkpoint_every=64)
+    with pytest.raises(TypeError, match="'null_indx'; did you mean 'null_index'"):
+        cula.cula_kda(**t, null_indx="nonpositive")
+    pool = t.pop("initial_state")
+    t.pop("cu_seqlens", None)
+    with pytest.raises(TypeError, match="'state_lay_out'; did you mean 'state_layout'"):
+        cula.cula_decode(**t, state=pool, state_lay_out="kv")
+
+
 def test_a_misspelt_keyword_is_named_before_what_is_missing_without_it():
     t = KdaCall(T=1).tensors()
     pool = torch.zeros(4, *t["initial_state"].shape[1:])

@@ -188,6 +188,7 @@ def test_bad_offsets_are_named_and_change_no_cache(name, bad):
         (lambda: layers.KimiDeltaAttention(32, safe_gate=True), ValueError, "needs lower_bound"),
         (lambda: layers.KimiDeltaAttention(32, safe_gate=True, lower_bound=-9), ValueError, "safe_gate=True promises -5 or more"),
         (lambda: layers.KimiDeltaAttention(32, num_heads=0), ValueError, "num_heads is 0; expected 1 or more"),
+        (lambda: layers.KimiDeltaAttention(32, conv_size=0), ValueError, "conv_size is 0; expected 1 or more"),
         (lambda: layers.GatedDeltaNet(32, head_dim=16, expand_v=1.3), ValueError, "expected an integer"),
         (lambda: layers.GatedDeltaNet(32, output_gate_activation="relu"), ValueError, "activation is 'relu'"),
         (lambda: make("kda").load_whole({}), ValueError, "are in one of both only"),
@@ -204,6 +205,19 @@ def test_a_cache_of_other_sequences_is_refused_and_left_alone():
     with torch.no_grad(), pytest.raises(ValueError, match="the cache is of 3 sequences; the call has 2"):
         layer(rand(2, 5, 32), cache=cache)
     assert not any(t.any() for t in (*cache.conv, cache.recurrent))
+
+
+@pytest.mark.parametrize(
+    ("cache", "error", "words"),
+    [
+        (lambda: {}, TypeError, "cache is dict; expected a LayerCache"),
+        (lambda: make("lightning").new_cache(2), ValueError, "the cache is another layer's"),
+        (lambda: layers.KimiDeltaAttention(32, head_dim=4, num_heads=2).new_cache(2), ValueError, "the cache is another layer's"),
+    ],
+)
+def test_a_cache_of_another_layer_is_refused(cache, error, words):
+    with torch.no_grad(), pytest.raises(error, match=f"KimiDeltaAttention: {words}"):
+        make("kda")(rand(2, 5, 32), cache=cache())
 
 
 @pytest.fixture(scope="module")

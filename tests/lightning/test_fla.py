@@ -44,3 +44,36 @@ def test_what_is_not_served_is_said():
         chunk_simple_gla(q, q, q, g=q[..., 0])
     with pytest.raises(NotImplementedError, match="reverse=True"):
         fused_recurrent_simple_gla(q, q, q, g_gamma=torch.zeros(2), reverse=True)
+
+
+FUNCTIONS = {
+    "chunk_simple_gla": lambda q, **kwargs: chunk_simple_gla(q, q, q, **kwargs),
+    "fused_recurrent_simple_gla": lambda q, **kwargs: fused_recurrent_simple_gla(q, q, q, **kwargs),
+    "chunk_lightning_attn": lambda q, **kwargs: chunk_lightning_attn(q, q, q, 0, 2, **kwargs),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_keyword_passes_in_silence(name):
+    """A backend is forced or refused by name, and what FLA ignores gets a warning."""
+    function, q = FUNCTIONS[name], torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="unknown backend 'fastest'"):
+        function(q, backend="fastest")
+    with pytest.warns(UserWarning, match=f"{name}: ignores output_final_stat, as flash-linear-attention does"):
+        _, state = function(q, backend="torch", output_final_stat=True)
+    assert state is None
+
+
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "chunk_lightning_attn"])
+def test_heads_in_front_are_flas_error(name):
+    with pytest.raises(DeprecationWarning, match="head_first"):
+        FUNCTIONS[name](torch.randn(1, 4, 2, 8), head_first=True)
+
+
+def test_flas_old_name_of_the_states_layout():
+    q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 16)
+    with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
+        _, state = fused_recurrent_simple_gla(q, q, v, output_final_state=True, transpose_state_layout=True)
+    assert state.shape == (1, 2, 16, 8)
+    with pytest.raises(ValueError, match="Cannot pass both"):
+        fused_recurrent_simple_gla(q, q, v, state_v_first=True, transpose_state_layout=True)

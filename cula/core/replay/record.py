@@ -88,9 +88,7 @@ class LaunchRecord(NamedTuple):
 
     device: int | None  # made current where it is not
     launches: tuple[Launcher, ...]
-    outputs: tuple[
-        int | Form | None, ...
-    ]  # the number of a tensor of the call; what `torch_internals.empty` makes one from; None
+    outputs: tuple[int | Form | None, ...]  # the number of a tensor of the call; what `empty` makes one from; None
     workspace: Callable[[int], Tensor] | None = None  # for a stream: one more output for the launches, not returned
     is_ready: Callable[[], bool] | None = None  # False: the call goes the long way
     sizes: Sizes | None = None  # None: for tensors of these sizes alone
