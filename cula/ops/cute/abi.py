@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -138,21 +138,44 @@ class Section:
 
 
 @dataclass(frozen=True)
+class InTurns:
+    """Groups of sections that have one place, since a group is written only when nobody reads those before it any more."""
+
+    groups: tuple[tuple[Section, ...], ...]
+
+
+@dataclass(frozen=True)
 class Workspace:
     """What the kernels of a call hand on to each other, one section behind the other."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[Section | InTurns, ...]
 
     def offsets(self, **counts: Any) -> dict[str, Any]:
-        """Where each section begins, and the `"end"`. Counts may be Python's integers or the DSL's."""
-        return dict(self._offsets(counts))
+        """Where each section begins, and the `"end"`."""
+        return self.laid_out(counts, max)
 
-    def _offsets(self, counts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        at: Any = 0
-        for s in self.sections:
-            yield s.name, at
-            size = counts[s.count] * s.bytes
-            if s.bytes % s.align:
-                size = (size + (s.align - 1)) // s.align * s.align
-            at = at + size
-        yield "end", at
+    def laid_out(self, counts: Mapping[str, Any], largest: Callable[..., Any]) -> dict[str, Any]:
+        """The same where counts may be the DSL's integers, for which `max` is not the function that finds the largest."""
+        found: dict[str, Any] = {}
+        found["end"] = _lay_out(self.sections, 0, counts, largest, found)
+        return found
+
+
+def _lay_out(
+    sections: tuple[Section | InTurns, ...],
+    at: Any,
+    counts: Mapping[str, Any],
+    largest: Callable[..., Any],
+    found: dict[str, Any],
+) -> Any:
+    """The end of sections that begin at an offset; where each of them begins is `found`."""
+    for s in sections:
+        if isinstance(s, InTurns):
+            at = largest(*[_lay_out(group, at, counts, largest, found) for group in s.groups])
+            continue
+        found[s.name] = at
+        size = counts[s.count] * s.bytes
+        if s.bytes % s.align:
+            size = (size + (s.align - 1)) // s.align * s.align
+        at = at + size
+    return at

@@ -22,12 +22,13 @@ from cula.gdn.problem import GdnInputs, GdnProblem, kda_problem
 from cula.kda.problem import KdaGrads
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.archs import target_of
-from cula.ops.cute.gdn_bwd_abi import BACKWARD, workspace_bytes
+from cula.ops.cute.gdn_bwd_abi import BACKWARD, WORKSPACE
 from cula.ops.cute.kda_abi import of_gates
 from cula.ops.cute.kda_bwd import (
     MADE,
     GivenGrads,
     as_read,
+    bytes_of,
     forms,
     is_as_read,
     numbers_of,
@@ -98,7 +99,7 @@ def _launch(
     work: Tensor | None = None,
 ) -> Launch:
     """A call's launch, on tensors that the kernels can read as they are; `made` are those that they write to, by their names."""
-    none, sizes = _no_gate(x.q.device, p.HV), sizes_of(p, made_for)
+    none, sizes = _no_gate(x.q.device, p.HV), sizes_of(p, made_for, lends=True)
     operands = operands_of(x, (), given, made, (none, none), work)
     return Launch(_abi(p), _kernel(p), operands, numbers_of(p, x, *given) | sizes, tuple(sizes))
 
@@ -114,7 +115,7 @@ def _resize(p: GdnProblem, there: tuple[bool, bool, bool], device: torch.device)
             return None
         made = schedule(other, num_sms)
         work = workspace(device.index, _workspace_bytes(other, made))
-        return Resized(tuple(sizes_of(other, made).values()), forms(other, there), work)
+        return Resized(tuple(sizes_of(other, made, lends=True).values()), forms(other, there), work)
 
     return resize
 
@@ -128,7 +129,7 @@ def _abi(p: GdnProblem) -> Abi:
 
 
 def _workspace_bytes(p: GdnProblem, made_for: Schedule) -> int:
-    return workspace_bytes(made_for.chunks * p.HV, made_for.transitions * p.HV)
+    return bytes_of(WORKSPACE, p, made_for, sizes_of(p, made_for, lends=True))
 
 
 @functools.cache

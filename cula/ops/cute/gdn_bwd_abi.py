@@ -12,6 +12,7 @@ Arguments that the forward has too are those of `gdn_abi.py`; these come besides
 | dv, dg, dbeta | as v, g and beta                                                                                            |
 | dA_log, ddt_bias | [HV], float32; there if `has_A`, `has_bias`                                                              |
 | segments ... has_transitions | a `kda_bwd_schedule.Schedule`                                                                |
+| home_of_T, home_of_P | a `kda_bwd_abi.Home` each                                                                           |
 | halvings   | how often N sequences are halved to find one of them                                                           |
 | workspace  | `WORKSPACE`                                                                                                     |
 """
@@ -19,7 +20,7 @@ Arguments that the forward has too are those of `gdn_abi.py`; these come besides
 from __future__ import annotations
 
 from cula.ops.cute import kda_bwd_abi
-from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32, i32, i64
+from cula.ops.cute.abi import TMA_BYTES, Abi, InTurns, Section, Workspace, addresses, f32, i32, i64
 
 SHARES = 2  # floats of a chunk and value head: what it adds to the gradients of dt_bias and A_log
 OF_BIAS, OF_A = 0, 1
@@ -27,7 +28,7 @@ OF_BIAS, OF_A = 0, 1
 _GIVEN = addresses(
     q=TMA_BYTES, k=TMA_BYTES, v=TMA_BYTES, g=2, beta=2, A_log=4, dt_bias=4, do=TMA_BYTES, h0=16, dht=16, cu=4
 )  # fmt: skip
-_MADE = addresses(dq=16, dk=16, dv=16, dg=2, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, workspace=64)
+_MADE = addresses(dq=TMA_BYTES, dk=16, dv=TMA_BYTES, dg=2, dbeta=2, dA_log=4, ddt_bias=4, dh0=16, workspace=64)
 _STRIDES = i64(*(f"{name}_{of}" for name in ("q", "k", "v", "g", "do") for of in ("token", "head")), "beta_token")
 _PROBLEM = (
     *i32("T", "N", "H", "HV"),
@@ -35,17 +36,8 @@ _PROBLEM = (
     *i32("beta_bits", "has_h0", "has_dht", "has_dh0", "has_A", "has_bias", "length", "halvings", "chunks"),
 )
 
-BACKWARD = Abi("gdn_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM, kda_bwd_abi.SCHEDULE)
+BACKWARD = Abi("gdn_bwd", _GIVEN, _MADE, _STRIDES, _PROBLEM, kda_bwd_abi.SCHEDULE, kda_bwd_abi.HOMES)
 
 # What KDA's kernels hand on. A record is a chunk's of one value head, a transition a segment's.
-_HANDED_ON = ("tiles", "T", "P", "vec", "done", "M", "ends", "S", "U", "dS", "dX", "factors")
-WORKSPACE = Workspace(
-    (
-        *(section for section in kda_bwd_abi.WORKSPACE.sections if section.name in _HANDED_ON),
-        Section("shares", "records", 4 * SHARES),
-    )
-)
-
-
-def workspace_bytes(records: int, transitions: int) -> int:
-    return WORKSPACE.offsets(records=records, one=1, transitions=transitions)["end"]
+_SHARES = Section("shares", "records", 4 * SHARES)
+WORKSPACE = Workspace((kda_bwd_abi.VECTORS, InTurns((kda_bwd_abi.UNTIL_WALKED, (_SHARES,))), *kda_bwd_abi.WALKED))

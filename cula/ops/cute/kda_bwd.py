@@ -10,6 +10,7 @@ nothing for them but its inputs or, with `disable_recompute=True`, what the firs
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,10 +24,10 @@ from cula.core.replay.torch_internals import Form
 from cula.core.replay.workspace import workspace
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
-from cula.ops.cute.abi import Abi
+from cula.ops.cute.abi import Abi, Workspace
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.kda_abi import K, V, of_gates
-from cula.ops.cute.kda_bwd_abi import BACKWARD, WRITTEN, Makes, bytes_for_transitions, tiles_bytes, workspace_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WITHOUT_GRADIENTS, WORKSPACE, WRITTEN, Home, Makes, counts, homes, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule, schedule_on, whole_on
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.kda_schedule import variant as forward_variant
@@ -127,9 +128,10 @@ def _launch_of(
     operands = operands_of(x, between, GivenGrads(do, dht), made, _no_gate(x.q.device, p.HV), work)
     operands["tiles"] = Operand(tiles, places(x, *between).get("tiles"))
     operands |= {name: Operand(made.get(name)) for name in WRITTEN if name not in operands}  # which no record makes
-    numbers = numbers_of(p, x, do, dht) | sizes_of(p, made_for)
+    sizes = _sizes_of(p, made_for, tiles is not None, makes)
+    numbers = numbers_of(p, x, do, dht) | sizes
     numbers |= {"lower": p.options.lower_bound or 0.0, "has_tiles": int(tiles is not None), "makes": makes}
-    return Launch(_abi(p), _kernel(p), operands, numbers, tuple(sizes_of(p, made_for)))
+    return Launch(_abi(p), _kernel(p), operands, numbers, tuple(sizes))
 
 
 class Kept(NamedTuple):
@@ -207,8 +209,9 @@ def _resize(p: KdaProblem, there: tuple[bool, bool, bool], device: torch.device)
             return None
         made = schedule(other, num_sms)
         assert kept is None or kept >= tiles_bytes(made.chunks * p.HV), "what the forward kept is of another call"
-        work = workspace(device.index, _workspace_bytes(other, made, kept is not None))
-        return Resized(tuple(sizes_of(other, made).values()), forms(other, there), work)
+        has_tiles = kept is not None
+        work = workspace(device.index, _workspace_bytes(other, made, has_tiles))
+        return Resized(tuple(_sizes_of(other, made, has_tiles).values()), forms(other, there), work)
 
     return resize
 
@@ -258,10 +261,13 @@ def _abi(p: KdaProblem) -> Abi:
 
 
 def _workspace_bytes(p: KdaProblem, made_for: Schedule, has_tiles: bool, makes: Makes = Makes.GRADIENTS) -> int:
-    if makes != Makes.GRADIENTS:
-        return bytes_for_transitions(made_for.chunks * p.HV, made_for.transitions * p.HV)
-    shared = p.B * p.T * p.HV if p.H != p.HV else 0
-    return workspace_bytes(made_for.chunks * p.HV, shared, made_for.transitions * p.HV, has_tiles)
+    sections = WORKSPACE if makes == Makes.GRADIENTS else WITHOUT_GRADIENTS
+    return bytes_of(sections, p, made_for, _sizes_of(p, made_for, has_tiles, makes), has_tiles)
+
+
+def _sizes_of(p: KdaProblem, made_for: Schedule, has_tiles: bool, makes: Makes = Makes.GRADIENTS) -> dict[str, int]:
+    """The arguments that follow from the numbers of tokens and sequences, by name."""
+    return sizes_of(p, made_for, lends=makes == Makes.GRADIENTS and not has_tiles)
 
 
 def numbers_of(p: KdaProblem | GdnProblem, x: KdaInputs | GdnInputs, do: Tensor, dht: Tensor | None) -> dict[str, int | float]:
@@ -283,15 +289,28 @@ def numbers_of(p: KdaProblem | GdnProblem, x: KdaInputs | GdnInputs, do: Tensor,
     }
 
 
-def sizes_of(p: KdaProblem | GdnProblem, made_for: Schedule) -> dict[str, int]:
-    """The arguments that follow from the numbers of tokens and sequences, by name."""
+def sizes_of(p: KdaProblem | GdnProblem, made_for: Schedule, lends: bool) -> dict[str, int]:
+    """Those of all backwards. `lends`: T and P may lie where gradients will be."""
+    dq, _, dv, dg = [math.prod(form[0]) * form[2].itemsize for form in forms(p, (False, False, False))[:4] if form is not None]
+    of_T, of_P = homes(made_for.chunks * p.HV, {Home.DV: dv, Home.DG: dg, Home.DQ: dq} if lends else {})
     return {
         "T": p.B * p.T,
         "N": p.N,
         "length": 0 if p.is_packed else p.T,
         "halvings": (p.N - 1).bit_length(),
         **made_for.numbers(),
+        "home_of_T": of_T,
+        "home_of_P": of_P,
     }
+
+
+def bytes_of(
+    of: Workspace, p: KdaProblem | GdnProblem, made_for: Schedule, sizes: Mapping[str, int], has_tiles: bool = False
+) -> int:
+    """Of a workspace, for a call with these `sizes_of` it."""
+    shared = p.B * p.T * p.HV if p.H != p.HV else 0
+    in_workspace = [sizes[name] == Home.WORKSPACE for name in ("home_of_T", "home_of_P")]
+    return of.offsets(**counts(made_for.chunks * p.HV, has_tiles, shared, made_for.transitions * p.HV, in_workspace))["end"]
 
 
 @functools.cache

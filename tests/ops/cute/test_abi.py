@@ -3,7 +3,7 @@
 
 import pytest
 
-from cula.ops.cute.abi import Abi, Section, Workspace, addresses, check_host_function, f32, i32, i64
+from cula.ops.cute.abi import Abi, InTurns, Section, Workspace, addresses, check_host_function, f32, i32, i64
 
 TOY = Abi("toy", addresses(q=16, o=16), i64("q_token"), i32("T"), f32("scale"))
 
@@ -65,3 +65,11 @@ def test_a_host_function_must_take_what_is_described(abi, message):
 def test_sections_of_a_workspace_follow_each_other():
     workspace = Workspace((Section("tiles", "records", 256), Section("flags", "segments", 4), Section("maps", "segments", 128)))
     assert workspace.offsets(records=3, segments=5) == {"tiles": 0, "flags": 768, "maps": 896, "end": 1536}
+
+
+def test_sections_that_come_in_turns_have_one_place():
+    early, late = (Section("tiles", "records", 256), Section("maps", "segments", 128)), (Section("sums", "rows", 128),)
+    workspace = Workspace((Section("flags", "one", 4), InTurns((early, late)), Section("states", "records", 512)))
+    at = {"flags": 0, "tiles": 128, "maps": 640, "sums": 128}
+    assert workspace.offsets(one=1, records=2, segments=3, rows=5) == at | {"states": 1024, "end": 2048}
+    assert workspace.offsets(one=1, records=2, segments=3, rows=9) == at | {"states": 1280, "end": 2304}

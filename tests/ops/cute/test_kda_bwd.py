@@ -21,7 +21,7 @@ from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
 from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_schedule
 from cula.ops.cute.kda_abi import SPLIT
-from cula.ops.cute.kda_bwd_abi import BACKWARD, tiles_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, Home, Makes, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import schedule
 from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
@@ -44,6 +44,8 @@ TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.from
 # (A call, the size of the gradients that come in)
 PACKED = Case((70, 0, 1, 64), HV=2, shift=-4.0), 1e-5
 ALIKE = Case((130,), is_packed=False, shift=-8.0, are_keys_alike=True), 1e4
+SERVED = [Case((70, 5, 130), HV=2), Case((30,) * 7, HV=2), Case((300, 0, 1, 40), HV=2)]
+WITH_TAILS = Case((75, 90), HV=2, shift=-4.0), 1.0  # T and P lie in gradients, and value heads share keys
 CASES = [
     PACKED,
     ALIKE,
@@ -176,9 +178,10 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     assert is_right(*ALIKE)
 
 
-def test_there_are_no_races(interpreted):
+@pytest.mark.parametrize(("case", "size"), [PACKED, WITH_TAILS], ids=str)
+def test_there_are_no_races(interpreted, case, size):
     interpreted("late", races=True)
-    assert is_right(*PACKED)
+    assert is_right(case, size)
 
 
 def of_kernel(name: str, edit: Edit, which: int = 0) -> Edit:
@@ -226,15 +229,19 @@ def step(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor) -> tu
 
 
 def check_kept_tiles(monkeypatch, case: Case, device: str) -> None:
-    """Gradients from tiles that were kept are those from tiles made again, bit for bit; and tiles that were kept are read."""
+    """Gradients from tiles that were kept are those from tiles made again, bit for bit, and once more from the same tiles, into
+    which nothing is written; and tiles that were kept are read."""
     (p, x), given = keeping(case, device), []
     do, dht = gradients_of_outputs(p, 1.0, device)
     run = kda_bwd.run
     monkeypatch.setattr(kda_bwd, "run", lambda *args: given.append(args[-1]) or run(*args))
     kept = step(p, x, do, dht)[2:]
     (tiles,) = given
-    again = [t for t in run(p, x, do, dht, kda_bwd.schedule_on(p, x.q.device)) if t is not None]
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    before = tiles.clone()
+    for tiles_of_this in (None, tiles):
+        again = [t for t in run(p, x, do, dht, kda_bwd.schedule_on(p, x.q.device), tiles_of_this) if t is not None]
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    assert torch.equal(tiles, before)
     others = run(p, x, do, dht, kda_bwd.schedule_on(p, x.q.device), torch.zeros_like(tiles))
     assert not torch.equal(others.dq, kept[0])
 
@@ -242,7 +249,7 @@ def check_kept_tiles(monkeypatch, case: Case, device: str) -> None:
 def test_tiles_that_were_kept(interpreted, monkeypatch):
     ptx.interpret(monkeypatch, kda)
     monkeypatch.setattr(kda, "schedule_on", lambda problem, device: kda_schedule.schedule(problem, NUM_SMS))
-    check_kept_tiles(monkeypatch, Case((70, 5), shift=-4.0), "cpu")
+    check_kept_tiles(monkeypatch, Case((70, 5), shift=-4.0, HV=2), "cpu")
 
 
 @pytest.mark.parametrize("case", [Case((70, 5), shift=-4.0, HV=2), Case((2000, 100), H=4, HV=4, shift=-8.0)], ids=str)
@@ -256,6 +263,73 @@ def test_tiles_are_of_the_call(launched):
     do, dht = gradients_of_outputs(p, 1.0, "cpu")
     with pytest.raises(AssertionError, match="of another call"):
         kda_bwd.kda_bwd(p, x, (torch.zeros(tiles_bytes(2), dtype=torch.uint8),), do, dht)  # it has room for three
+
+
+# Where it all lies
+
+
+def homes_of(p: KdaProblem | GdnProblem, lends: bool = True) -> tuple[Home, Home]:
+    sizes = kda_bwd.sizes_of(p, schedule(p, NUM_SMS), lends)
+    return sizes["home_of_T"], sizes["home_of_P"]
+
+
+LENGTHS = {"T": 8192, "B": 1, "N": 1, "g_dtype": torch.bfloat16}
+PACK = LENGTHS | {"is_packed": True, "N": 100}
+SHORT = LENGTHS | {"is_packed": True, "N": 300}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"H": 32, "HV": 32} | LENGTHS, (Home.DV, Home.DG)),
+        ({"H": 8, "HV": 32} | PACK, (Home.DV, Home.DG)),
+        ({"H": 32, "HV": 32} | SHORT, (Home.WORKSPACE, Home.WORKSPACE)),
+        ({"H": 32, "HV": 32} | SHORT | {"g_dtype": torch.float32}, (Home.DG, Home.WORKSPACE)),
+        ({"H": 32, "HV": 32, "has_scalar_gate": True} | PACK, (Home.DV, Home.DQ)),
+        ({"H": 8, "HV": 32, "has_scalar_gate": True} | LENGTHS, (Home.DV, Home.WORKSPACE)),
+    ],
+    ids=["a gate a channel", "keys are shared", "short sequences", "short, float32", "a gate a head", "and keys are shared"],
+)
+def test_T_and_P_lie_in_gradients_that_have_room(changes, wanted):
+    p = dataclasses.replace(HOPPER, **changes)
+    assert homes_of(p) == wanted
+    assert homes_of(p, lends=False) == (Home.WORKSPACE, Home.WORKSPACE)
+    if p.has_scalar_gate:
+        of_gdn = {name: value for name, value in vars(p).items() if name not in ("has_scalar_gate", "options")}
+        assert homes_of(GdnProblem(**of_gdn, options=GdnOptions(use_qk_l2norm_in_kernel=True))) == wanted
+
+
+def test_cases_have_them_in_gradients_and_in_the_workspace():
+    """Those whose numbers are compared, in this file, and those that one record serves."""
+    assert homes_of(make(PACKED[0], "cpu")[0]) == (Home.WORKSPACE, Home.WORKSPACE)
+    assert homes_of(make(ALIKE[0], "cpu")[0]) == homes_of(make(WITH_TAILS[0], "cpu")[0]) == (Home.DV, Home.DG)
+    of_scalar_gates = [homes_of(make(case, "cpu")[0]) for case, _ in CASES if case.has_scalar_gate]
+    assert of_scalar_gates == [(Home.DV, Home.WORKSPACE)]
+    served = [homes_of(make(case, "cpu")[0]) for case in SERVED]
+    assert served == [(Home.DV, Home.DG), (Home.WORKSPACE, Home.WORKSPACE), (Home.DV, Home.DG)]
+
+
+@pytest.mark.parametrize(
+    ("change", "most"), [({"H": 32}, 608_300_000), ({"H": 16}, 697_400_000)], ids=["keys of their own", "keys are shared"]
+)
+def test_bytes_at_the_peak(change, most):
+    """Outputs, gradients and the workspace at T=8192 and 32 value heads, where FLA took 2,022,703,104 above the inputs
+    (`benchmarks/results/H200-kda-train.json`)."""
+    p = dataclasses.replace(HOPPER, **LENGTHS | {"HV": 32} | change)
+    made_for = schedule(p, NUM_SMS)
+    work = kda_bwd._workspace_bytes(p, made_for, has_tiles=False)
+    assert work <= most
+    gradients = [shape.numel() * dtype.itemsize for shape, dtype in of_gradients(p)]
+    assert work + p.T * p.HV * p.V * 2 + sum(gradients) < 2_022_703_104 / 2
+    # The tiles that a forward keeps are not the backward's, and passes without gradients have nothing behind the recurrences.
+    tiles = tiles_bytes(made_for.chunks * p.HV)
+    assert kda_bwd._workspace_bytes(p, made_for, has_tiles=True) + tiles >= work
+    for makes in (Makes.TRANSITION, Makes.STATE_GRAD):
+        assert kda_bwd._workspace_bytes(p, made_for, False, makes) == tiles + 128
+
+
+def of_gradients(p: KdaProblem) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(torch.Size(form[0]), form[2]) for form in kda_bwd.forms(p, (True, True, True)) if form is not None]
 
 
 # Who is served
@@ -370,7 +444,7 @@ FRESH = {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0", "workspac
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        (Case((70, 5, 130), HV=2), [Case((30,) * 7, HV=2), Case((300, 0, 1, 40), HV=2)]),
+        (SERVED[0], SERVED[1:]),
         (Case((70, 40), gate="softplus", has_scalar_gate=True),
          [Case((500,), gate="softplus", has_scalar_gate=True), Case((3000, 64), gate="softplus", has_scalar_gate=True)]),
         (Case((200, 200), is_packed=False, gate="log", has_state=False, g=torch.float32, has_raw_beta=False),

@@ -39,7 +39,17 @@ from cula.ops.cute.toolchain.variants import Variant
 from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
 from .gdn_bwd_shares import THREADS as SHARES_THREADS
 from .gdn_bwd_shares import Sums, shares_kernel
-from .kda_bwd import end_states, launch_intra, launch_transitions, launch_walks, transitions_at
+from .kda_bwd import (
+    Counts,
+    Gradients,
+    alignment_of,
+    end_states,
+    launch_intra,
+    launch_transitions,
+    launch_walks,
+    sections,
+    transitions_at,
+)
 from .kda_bwd_segments import WalkSizes
 
 
@@ -63,13 +73,12 @@ class Work(NamedTuple):
     shares: Any  # [chunks, HV, SHARES]
 
 
-def work_at(workspace: Any, chunks: Any, transitions: Any, HV: Any) -> Work:
-    """The tensors of the workspace."""
-    records, align = chunks * HV, gdn_bwd_abi.BACKWARD.alignment["workspace"]
-    offsets = gdn_bwd_abi.WORKSPACE.offsets(records=Int64(records), one=Int64(1), transitions=Int64(transitions))
+def work_at(at: dict[str, Any], chunks: Any, transitions: Any, HV: Any) -> Work:
+    """The tensors of the workspace, where its sections lie."""
+    records = chunks * HV
 
     def part(name: str, t: Any, layout: Any) -> Any:
-        return cute.make_tensor(at_address(t, workspace + offsets[name], align), layout)
+        return cute.make_tensor(at_address(t, at[name], alignment_of(name)), layout)
 
     def rows(name: str, t: Any, count: int, columns: int) -> Any:
         return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
@@ -89,16 +98,6 @@ def work_at(workspace: Any, chunks: Any, transitions: Any, HV: Any) -> Work:
         **states,
         **tokens,
     )
-
-
-class Gradients(NamedTuple):
-    """Addresses of what the last kernel writes."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dg: Any
-    dbeta: Any
 
 
 def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
@@ -205,6 +204,8 @@ def backward_host(
     segments: I32,
     per_segment: I32,
     has_transitions: I32,
+    home_of_T: I32,
+    home_of_P: I32,
     stream,
     variant: cutlass.Constexpr,
 ):
@@ -216,7 +217,10 @@ def backward_host(
         (T, N, H, HV),
         variant,
     )
-    work, group = work_at(workspace, chunks, segments * HV * has_transitions, HV), HV // H
+    made, group, transitions = Gradients(dq, dk, dv, dg, dbeta), HV // H, segments * HV * has_transitions
+    counts = Counts(records=Int64(chunks * HV), has_tiles=0, shared=0, transitions=Int64(transitions))
+    at = sections(gdn_bwd_abi.WORKSPACE, workspace, counts, (home_of_T, home_of_P), made)
+    work = work_at(at, chunks, transitions, HV)
     spans, rows = chunks // N if length > 0 else chunks, N if length > 0 else I32(1)
     of_intra = IntraScalars(scale, F32(0.0), beta_top, beta_bits)
     launch_intra(work, x, of_intra, length, halvings, group, (HV, spans, rows), stream, variant)
@@ -227,7 +231,6 @@ def backward_host(
     if has_transitions == 1:
         launch_transitions(work, x, ends, of_block, N, segments, stream)
     launch_walks(work, x, ends, of_block, segments, stream, True)
-    made = Gradients(dq, dk, dv, dg, dbeta)
     memory = chunk_memory(work, x, made, T, H, HV, variant.g_type)
     scalars = ChunkScalars(scale, beta_top, beta_bits, length, halvings, group)
     launch_chunks(work, x, memory, scalars, (H, spans, rows), stream, variant)

@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from cula.ops.cute import kda_abi, kda_bwd_abi
+from cula.ops.cute.abi import TMA_BYTES, Workspace
 from cula.ops.cute.common.arguments import fake_arguments
 from cula.ops.cute.common.kda import operands
 from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
@@ -35,7 +36,7 @@ from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant, fused_variants
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES, Makes
+from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES, Home, Makes
 from cula.ops.cute.sm90.arch import HOPPER
 from cula.ops.cute.toolchain.variants import Variant
 
@@ -55,7 +56,7 @@ class Work(NamedTuple):
     """The workspace between the kernels. A record is a chunk's of one head."""
 
     tiles: Any  # [192 records, 128]: kb, qg, kr
-    T: Any  # [128 records, 32], by quarters, transposed
+    T: Any  # [128 records, 32], by quarters, transposed; in a `Home`
     P: Any  # the same
     vec: Any  # [chunks, HV, VEC]
     all_vecs: Any  # the same as [records, VEC]
@@ -89,15 +90,62 @@ def transitions_at(part: Any, transitions: Any) -> dict[str, Any]:
     }
 
 
-def work_at(tiles: Any, others: Any, chunks: Any, transitions: Any, T: Any, HV: Any, shared: Any) -> Work:
-    """The tensors of the workspace: those that the intra-chunk kernel makes, and from another address on the others."""
+class Gradients(NamedTuple):
+    """Addresses of what the last kernel writes."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dbeta: Any
+
+
+@cute.jit
+def at_home(home: I32, there: Int64, dq: Int64, dv: Int64, dg: Int64):
+    """The address of T or P; `there`, where it is in the workspace."""
+    at = there
+    if home == Home.DV:
+        at = dv
+    if home == Home.DG:
+        at = dg
+    if home == Home.DQ:
+        at = dq
+    return at
+
+
+@cute.jit
+def either(is_first: I32, first: Int64, second: Int64):
+    return first if is_first == 1 else second
+
+
+class Counts(NamedTuple):
+    """Of what a workspace has sections, as `kda_bwd_abi.counts` takes it."""
+
+    records: Any
+    has_tiles: Any
+    shared: Any
+    transitions: Any
+
+
+def sections(of: Workspace, workspace: Any, counts: Counts, homes: tuple[Any, Any], made: Gradients) -> dict[str, Any]:
+    """The addresses of what the kernels hand on, by name, where no tiles were kept."""
+    in_workspace = [Int64(home == Home.WORKSPACE) for home in homes]
+    offsets = of.laid_out(kda_bwd_abi.counts(*counts, in_workspace), cutlass.max)
+    at = {name: workspace + offset for name, offset in offsets.items()}
+    return at | {name: at_home(home, at[name], made.dq, made.dv, made.dg) for name, home in zip("TP", homes)}
+
+
+def alignment_of(name: str) -> int:
+    """Of a section, in bytes. Gradients are aligned as TMA needs it."""
+    return TMA_BYTES if name in ("T", "P") else kda_bwd_abi.BACKWARD.alignment["workspace"]
+
+
+def work_at(at: dict[str, Any], chunks: Any, transitions: Any, T: Any, HV: Any) -> Work:
+    """The tensors of the workspace, where its sections lie."""
     records = chunks * HV
-    counts = {"records": Int64(records), "one": Int64(1), "shared": shared, "transitions": Int64(transitions)}
-    offsets, of_tiles = kda_bwd_abi.WORKSPACE.offsets(**counts), kda_abi.TILES.offsets(records=Int64(records))
 
     def part(name: str, t: Any, layout: Any) -> Any:
-        at = tiles + of_tiles[name] if name in of_tiles else others + (offsets[name] - of_tiles["end"])
-        return cute.make_tensor(at_address(t, at, kda_bwd_abi.BACKWARD.alignment["workspace"]), layout)
+        return cute.make_tensor(at_address(t, at[name], alignment_of(name)), layout)
 
     def rows(name: str, t: Any, count: int, columns: int) -> Any:
         return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
@@ -235,16 +283,6 @@ def launch_intra(
     )
 
 
-class Gradients(NamedTuple):
-    """Addresses of what the last kernel writes."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dg: Any
-    dbeta: Any
-
-
 def gates_by_head(x: Any, variant: KdaVariant) -> Any:
     """Gates as [T, 128, HV]; one a head is that of all its channels."""
     if not variant.is_scalar:
@@ -376,6 +414,8 @@ def backward_host(
     segments: I32,
     per_segment: I32,
     has_transitions: I32,
+    home_of_T: I32,
+    home_of_P: I32,
     makes: I32,
     stream,
     variant: cutlass.Constexpr,
@@ -389,10 +429,12 @@ def backward_host(
         variant,
     )
     shared = Int64(T) * Int64(HV) if HV != H else Int64(0)
-    of_tiles = kda_abi.TILES.offsets(records=Int64(chunks * HV))["end"]
-    at_tiles = tiles if has_tiles == 1 else workspace
-    others = workspace if has_tiles == 1 else workspace + of_tiles
-    work = work_at(at_tiles, others, chunks, segments * HV * has_transitions, T, HV, shared)
+    made, records, transitions = Gradients(dq, dk, dv, dg, dbeta), Int64(chunks * HV), segments * HV * has_transitions
+    counts = Counts(records, has_tiles, shared, Int64(transitions))
+    at = sections(kda_bwd_abi.WORKSPACE, workspace, counts, (home_of_T, home_of_P), made)
+    kept = kda_abi.TILES.offsets(records=records)
+    at = at | {s.name: either(has_tiles, tiles + kept[s.name], at[s.name]) for s in kda_abi.TILES.sections}
+    work = work_at(at, chunks, transitions, T, HV)
     scalars = IntraScalars(scale, lower, beta_top, beta_bits)
     grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
     if has_tiles == 0:
@@ -403,7 +445,7 @@ def backward_host(
         launch_transitions(work, x, ends, of_block, N, segments, stream)
     if makes == Makes.GRADIENTS:
         launch_walks(work, x, ends, of_block, segments, stream, True)
-        memory = chunk_memory(work, x, Gradients(dq, dk, dv, dg, dbeta), T, H, HV, variant)
+        memory = chunk_memory(work, x, made, T, H, HV, variant)
         of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
         launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
         align = kda_bwd_abi.BACKWARD.alignment

@@ -672,10 +672,9 @@ def backward_chunk(
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=off)
             if c == 0:
                 mShares[i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
-    # q and k are asked for again before the barrier, whose wait is theirs, too
+    cute.arch.sync_threads()
     raws = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mQ, memory.mK)]
     rows = [read_rows(raw, tid, left) for raw in raws]
-    cute.arch.sync_threads()
     if tid < 64:
         if is_activated and tid < left:
             db = mParts[OF_V, tid]
