@@ -11,7 +11,7 @@ HOPPER_KDA = tuple(f"kda_{kind}" for kind in (
 HOPPER_FUSED_KDA = tuple(f"fused_kda_{kind}" for kind in ("f16_gate_bf16", "f16_log_bf16", "f16_gate_bf16_scalar"))
 # Of its backward, which is the largest: gates of channels, and one a head.
 HOPPER_KDA_BWD = ("bwd_kda_f16_gate_bf16", "bwd_kda_f16_log_f32_scalar")
-HOPPER_GDN = ("gdn_f16_whole", "gdn_bf16_whole", "gdn_f16_half", "gdn_bf16_half")
+HOPPER_GDN = ("gdn_norm_whole", "gdn_plain_whole", "gdn_norm_half", "gdn_plain_half")
 HOPPER_GDN_BWD = ("bwd_gdn_log_bf16", "bwd_gdn_softplus_f32")
 HOPPER_LIGHTNING = tuple(f"lightning_{ends}{shape}" for ends in ("", "ends_") for shape in ("d128", "d128_half", "d64"))
 HOPPER_LIGHTNING_BWD = ("bwd_lightning_d64", "bwd_lightning_ends_d64", "bwd_lightning_d128")
@@ -30,4 +30,4 @@ MORE_BLACKWELL_KDA = ("kda_f16_log_f32", "kda_bf16_safe_bf16", "kda_f16_softplus
 # Of Blackwell's decode kernels one of each kind.
 BLACKWELL_DECODE = ("decode_1_bf16", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
 BLACKWELL_LIGHTNING = tuple(f"lightning_{kind}" for kind in ("d128", "ends_d128", "d64", "ends_d64"))
-BLACKWELL_GDN = ("gdn_f16_whole", "gdn_bf16_whole")
+BLACKWELL_GDN = ("gdn_norm_whole", "gdn_plain_whole")

@@ -92,8 +92,8 @@ def checkpoints_why_not(problem: GdnProblem) -> str | None:
 
 
 def variant(problem: GdnProblem, schedule: Schedule) -> str:
-    """The name of the kernel. fp16 operands where keys and queries are normalised, and so within their range."""
-    return f"gdn_{'f16' if problem.options.use_qk_l2norm_in_kernel else 'bf16'}_{schedule.kernel}"
+    """The name of the kernel, by whether keys and queries are normalised there."""
+    return f"gdn_{'norm' if problem.options.use_qk_l2norm_in_kernel else 'plain'}_{schedule.kernel}"
 
 
 def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from cula.ops.cute.gdn_abi import WORKSPACE
 from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.tensors import sms_of
 
-# Microseconds a chunk, of a block with a whole state and of one with half of it, by whether keys are normalised in the kernel.
-# Only their ratio matters. Measured on an H200.
-WHOLE_US, HALF_US = {True: 4.5, False: 3.7}, {True: 3.2, False: 1.9}
+# Microseconds a chunk, of a block with a whole state and of one with half of it. Only their ratio matters. Measured on an H200
+# before whole states had their chunks prepared two at a time.
+WHOLE_US, HALF_US = 3.7, 1.9
 WAVES_OF_UNEVEN = 8  # of heads, over which lengths of packed sequences average out: a long one alone takes half as long in halves
 MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
 # On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of
@@ -66,10 +66,9 @@ def _on_hopper(p: GdnProblem, num_sms: int) -> Schedule:
     """Whole states where heads of alike sequences fill the GPU, otherwise as many pieces as there are SMs for, and as are worth a
     step of the chain between them. Batch-invariant calls have the same kernel for any number of heads, and sequences in one
     piece."""
-    heads, is_normalised = p.N * p.HV, p.options.use_qk_l2norm_in_kernel
-    whole_us, half_us = WHOLE_US[is_normalised], HALF_US[is_normalised]
+    heads = p.N * p.HV
     is_uneven = p.is_packed and heads < WAVES_OF_UNEVEN * num_sms
-    is_faster = not is_uneven and -(-heads // num_sms) * whole_us <= -(-heads // (num_sms // 2)) * half_us
+    is_faster = not is_uneven and -(-heads // num_sms) * WHOLE_US <= -(-heads // (num_sms // 2)) * HALF_US
     if p.options.batch_invariant or is_faster:
         return Schedule(blocks=min(heads, num_sms))
     mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike

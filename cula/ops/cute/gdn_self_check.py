@@ -78,8 +78,8 @@ def make(call: Call, is_normalised: bool, device: torch.device, sm: tuple[int, i
 
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
     """The largest relative difference, of outputs and last states of the calls."""
-    _, operands, kernel = name.split("_")
-    found = (differences(call, kernel, *make(call, operands == "f16", device, sm)) for call in CALLS)
+    _, keys, kernel = name.split("_")
+    found = (differences(call, kernel, *make(call, keys == "norm", device, sm)) for call in CALLS)
     return max(max(of_call) for of_call in found)
 
 

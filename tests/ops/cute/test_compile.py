@@ -100,8 +100,8 @@ def accesses_before_waiting(ptx: str) -> list[str]:
 @needs_dsl
 @pytest.mark.parametrize("name", ["decode_1_bf16", "decode_4_f32", "decode_8_bf16_lightning", "bwd_kda_f16_gate_bf16",
                                   "bwd_gdn_log_bf16", "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16", "lightning_d128",
-                                  "lightning_ends_d64", "bwd_lightning_d64", "bwd_lightning_ends_d64", "gdn_f16_whole",
-                                  "gdn_bf16_whole", "gdn_f16_half", "gdn_bf16_half", "decode_steps_f32",
+                                  "lightning_ends_d64", "bwd_lightning_d64", "bwd_lightning_ends_d64", "gdn_norm_whole",
+                                  "gdn_plain_whole", "gdn_norm_half", "gdn_plain_half", "decode_steps_f32",
                                   "decode_steps_bf16_scalar"])  # fmt: skip
 def test_kernels_wait_before_they_touch_memory(name):
     """They may be launched while the one in front still runs. One token of decode has the slot fetched that is named then, and

@@ -30,9 +30,8 @@ from tools.ptx.mutate import without_wait
 D, NUM_SMS, HOPPER_SM = 128, 132, (9, 0)
 WHOLE, HALF = Schedule(blocks=2), Schedule(blocks=0, pieces=1)
 
-# |o - o64| / |o64| is 1.7e-3 from rounding o to bf16 alone; with bf16 operands it is what peers have.
-TOLERANCE = {True: 2.2e-3, False: 8e-3}  # by whether keys are normalised in the kernel
-STATE_TOLERANCE = {True: 1.5e-3, False: 8e-3}
+# |o - o64| / |o64| is 1.7e-3 from rounding o to bf16 alone; the rest is operands in bf16, as peers have them.
+TOLERANCE, STATE_TOLERANCE = 5e-3, 4.5e-3
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Case:
     has_state: bool = True
     numbers: torch.dtype = torch.float32  # of g and beta
     size: float = 1.0  # of v and the states
+    has_any_keys: bool = False  # keys and queries of any length, a tenth of them zero
 
     def __str__(self) -> str:
         default = Case(())
@@ -62,6 +62,8 @@ CASES = [
     Case((70, 5, 64, 0, 200), WHOLE, HV=2, is_normalised=False, gate="fast"),
     Case((130, 130), WHOLE, is_packed=False, H=1, HV=3, is_normalised=False, gate="steep", beta="plain", has_state=False),
     Case((150, 0, 70), HALF, H=2, HV=2, size=1e-7),
+    Case((200,), HALF, has_any_keys=True),
+    Case((330,), Schedule(blocks=1), gate="fast", has_any_keys=True),
     Case((130,), HALF, is_normalised=False, gate="log", beta="plain", numbers=torch.bfloat16),
     Case((900, 30), Schedule(0, 3)),  # maps, and a sequence that is not cut
     Case((850,), Schedule(0, 2), gate="log", beta="negative", is_packed=False, has_state=False),
@@ -82,6 +84,9 @@ def make(case: Case, device: str = "cpu") -> tuple[GdnProblem, GdnInputs]:
     g, beta = normal(B, T, case.HV), normal(B, T, case.HV)
     if not case.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    if case.has_any_keys:
+        sizes = 10.0 ** (8.0 * torch.rand(2, B, T, case.H, 1, generator=random) - 4.0)
+        q, k = torch.stack((q, k)) * sizes * (torch.rand(2, B, T, case.H, 1, generator=random) > 0.1)
     A_log = dt_bias = None
     has_gate = case.gate in ("slow", "fast")
     if has_gate:
@@ -121,8 +126,8 @@ def computed(p: GdnProblem, x: GdnInputs, made: Schedule) -> tuple[torch.Tensor,
 def check(case: Case, device: str = "cpu") -> None:
     p, x = make(case, device)
     (o, ht), (want_o, want_ht) = computed(p, x, case.schedule), wanted(p, x)
-    assert relative_error(o, want_o) < TOLERANCE[case.is_normalised]
-    assert relative_error(ht, want_ht) < STATE_TOLERANCE[case.is_normalised]
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
 
 
 @pytest.fixture
@@ -177,8 +182,8 @@ def test_another_sequences_nan_stays_there(interpreted, made, is_normalised):
         t[:, 70:110] = torch.nan
     o, ht = computed(p, x, made)
     healthy = [*range(70), *range(110, 176)]
-    assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE[is_normalised]
-    assert relative_error(ht[[0, 2]], want_ht[[0, 2]]) < STATE_TOLERANCE[is_normalised]
+    assert relative_error(o[:, healthy], want_o[:, healthy]) < TOLERANCE
+    assert relative_error(ht[[0, 2]], want_ht[[0, 2]]) < STATE_TOLERANCE
 
 
 @pytest.mark.parametrize(("made", "dtype"), [(WHOLE, torch.float32), (HALF, torch.bfloat16), (HALF, torch.float16)], ids=str)
@@ -194,8 +199,8 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(interpreted, mon
     live = slots < 8
     first = before[slots.clamp(max=7)].float().nan_to_num() * (live & fresh)[:, None, None, None]
     want_o, want_ht = wanted(p, x._replace(initial_state=first))
-    assert relative_error(o, want_o) < TOLERANCE[True]
-    assert relative_error(pool[slots[live]], want_ht[live]) < (STATE_TOLERANCE[True] if dtype == torch.float32 else 1e-2)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(pool[slots[live]], want_ht[live]) < (STATE_TOLERANCE if dtype == torch.float32 else 1e-2)
     assert torch.equal(pool[unlisted].view(torch.uint8), before[unlisted].view(torch.uint8))
 
 
@@ -205,7 +210,7 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(interpreted, mon
 WAITS = (1, 3, 6, 9, 12, 17)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[10]], ids=str)
 def test_no_races_in_any_order(interpreted, case):
     interpreted("early", races=True)
     check(case)
@@ -311,7 +316,7 @@ def test_what_the_backend_takes(monkeypatch, change, reason):
 
 def test_states_inside_of_sequences_are_for_kdas_kernels():
     keeps = dataclasses.replace(TABLE, options=GdnOptions(use_qk_l2norm_in_kernel=True, return_intermediate_states=True))
-    for p, name in ((TABLE, "gdn_f16_half"), (keeps, "kda_f16_log_f32_scalar")):
+    for p, name in ((TABLE, "gdn_norm_half"), (keeps, "kda_f16_log_f32_scalar")):
         assert gdn.kernels("gdn_fwd", p, NUM_SMS) == (name,)
         assert ("pairs of blocks" in gdn.spread("gdn_fwd", p, NUM_SMS)) == (p is TABLE)
 

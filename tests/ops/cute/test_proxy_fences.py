@@ -83,8 +83,8 @@ KERNELS = {
         "bwd_kda_f16_gate_bf16", HOPPER, "use_kda_bwd",
         (lambda: test_kda_bwd.is_right(*BACK), lambda: test_kda_bwd_segments.errors_of_whole(*BACK, 1)), 10, quick=4, kept=(9,),
     ),
-    "gdn, whole states": Kernels("gdn_f16_whole", HOPPER, "use_gdn", (lambda: test_gdn.check(GDN),), 5, quick=3),
-    "gdn, halves": Kernels("gdn_f16_half", HOPPER, "use_gdn", (lambda: test_gdn.check(test_gdn.CASES[8]),), 6, quick=-1),
+    "gdn, whole states": Kernels("gdn_norm_whole", HOPPER, "use_gdn", (lambda: test_gdn.check(GDN),), 5, quick=3),
+    "gdn, halves": Kernels("gdn_norm_half", HOPPER, "use_gdn", (lambda: test_gdn.check(test_gdn.CASES[10]),), 6, quick=-1),
     "gdn, backward": Kernels(
         "bwd_gdn_softplus_f32", HOPPER, "use_gdn_bwd",
         (lambda: test_gdn_bwd.is_right(GDN_BACK, 1.0), lambda: test_gdn_bwd.is_right(GDN_SEGMENTS, 1.0, per_segment=1)),
@@ -105,7 +105,7 @@ KERNELS = {
         (lambda: test_kda.errors(test_kda.Case((64, 66), shift=-6.0), "cpu", BLACKWELL_SM),), 3, quick=1,
     ),
     "gdn on Blackwell": Kernels(
-        "gdn_f16_whole", BLACKWELL, "use_gdn", (lambda: blackwell_gdn.errors(blackwell_gdn.AGAIN),), 4, quick=3
+        "gdn_norm_whole", BLACKWELL, "use_gdn", (lambda: blackwell_gdn.errors(blackwell_gdn.AGAIN),), 4, quick=3
     ),
     "lightning on Blackwell": Kernels(
         "lightning_d128", BLACKWELL, "use_lightning",

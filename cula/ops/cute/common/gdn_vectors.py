@@ -97,19 +97,31 @@ def scan(x: F32, is_forward: cutlass.Constexpr):
 def read_ahead(ahead: cutlass.Constexpr, chunk: I32, wid: I32):
     """What the warps that write vectors need of a chunk."""
     if wid >= 2:
-        read_words(ahead.gates.g, ahead.raw_g, ahead.plan, chunk)
-        read_words(ahead.gates.beta, ahead.raw_b, ahead.plan, chunk)
+        read_numbers(ahead, chunk)
+
+
+@cute.jit
+def read_numbers(ahead: cutlass.Constexpr, chunk: I32):
+    """The same, by any warp."""
+    read_words(ahead.gates.g, ahead.raw_g, ahead.plan, chunk)
+    read_words(ahead.gates.beta, ahead.raw_b, ahead.plan, chunk)
 
 
 @cute.jit
 def write_vectors(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32, wid: I32):
     """Of a chunk, the n-th of the block. Warp 2: G, f, and the decay of the whole chunk. Warp 3: r b and b."""
     if wid >= 2:
-        x = log_decays(ahead.gates.g, ahead.raw_g, ahead.plan, chunk, ahead.scalars.has_gate, ahead.a, ahead.bias)
-        if wid == 2:
-            write_sums(vectors, n & 7, x)
-        else:
-            write_strengths(ahead, vectors, n & 7, x, chunk)
+        write_half_of_vectors(ahead, vectors, chunk, n, wid - 2)
+
+
+@cute.jit
+def write_half_of_vectors(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32, half: I32):
+    """The one or the other, by any warp."""
+    x = log_decays(ahead.gates.g, ahead.raw_g, ahead.plan, chunk, ahead.scalars.has_gate, ahead.a, ahead.bias)
+    if half == 0:
+        write_sums(vectors, n & 7, x)
+    else:
+        write_strengths(ahead, vectors, n & 7, x, chunk)
 
 
 @cute.jit

@@ -21,8 +21,9 @@ import cutlass.cute as cute
 from cula.ops.cute.common.fp16_window import bits_of, from_bits
 from cula.ops.cute.common.fragments import flat, lane_address, shared_at
 from cula.ops.cute.common.gate import exp2, log2
-from cula.ops.cute.common.kda_intra_steps import address, squares_at
-from cula.ops.cute.common.tiles import F32, I32
+from cula.ops.cute.common.kda_intra_steps import address
+from cula.ops.cute.common.squares import squares_at
+from cula.ops.cute.common.tiles import F16, F32, I32
 from cula.ops.cute.kda_abi import BOUND
 
 
@@ -31,7 +32,9 @@ def leave_sizes(x: cutlass.Constexpr):
     """|kr_t| and |kb_i| of our rows, to shared memory."""
     kr_at, kb_at = [lane_address(t, x.block_row, x.lane) for t in (x.smem.kr, x.smem.kb_qg[None, None, 0])]
     for which in cutlass.range(2, unroll=1):
-        leave_roots(x, squares_at(x, kr_at if which == 0 else kb_at, x.variant.dtype), x.block_row, which)
+        of_type = x.mmas.f16 if cutlass.const_expr(x.variant.dtype is F16) else x.mmas.bf16
+        squares = squares_at(of_type, kr_at if which == 0 else kb_at, x.r, x.variant.dtype)
+        leave_roots(x, squares, x.block_row, which)
 
 
 @cute.jit

@@ -28,6 +28,7 @@ from cula.ops.cute.common.gate import NO_DECAY, bounded_unit, exp2, gates_of_cha
 from cula.ops.cute.common.inverse import below, inverse_columns
 from cula.ops.cute.common.kda_intra_smem import SmemLayout
 from cula.ops.cute.common.kda_variant import KdaVariant
+from cula.ops.cute.common.squares import squares_at
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, TF32
 from cula.ops.cute.kda_abi import TILE_BYTES
 
@@ -225,43 +226,10 @@ def add_eight(acc: cute.Tensor, which: cute.Tensor, decays: cute.Tensor, i: cutl
 
 
 @cute.jit
-def add_squares(mma: cute.TiledMma, squares: cute.Tensor, rows: cute.Tensor):
-    """squares <- + x x^T over sixteen channels of our rows, the two 8x8 blocks on its diagonal and what comes with them."""
-    for i in cutlass.range_constexpr(2):
-        columns = cute.make_rmem_tensor(((2, 2), 1), rows.element_type)  # the same registers
-        for e in cutlass.range_constexpr(4):
-            columns[e] = rows[e % 2 + 2 * i + 4 * (e // 2)]
-        block = corner(squares, 4 * i)
-        cute.gemm(mma, block, as_a(rows), columns, block)
-
-
-@cute.jit
-def diagonal_of(x: cutlass.Constexpr, squares: cute.Tensor):
-    """The squares of rows r and r + 8: column r of row r is with lane 4 r + r / 2."""
-    size = cute.make_rmem_tensor((2,), F32)
-    for i in cutlass.range_constexpr(2):
-        mine = squares[6 * i + 1] if x.r % 2 == 1 else squares[6 * i]
-        size[i] = cute.arch.shuffle_sync(mine, 4 * x.r + x.r // 2)
-    return size
-
-
-@cute.jit
-def squares_at(x: cutlass.Constexpr, own_at: I32, dtype: cutlass.Constexpr):
-    """Squares of our rows r and r + 8 of a tile, all 128 channels: the diagonal of x x^T."""
-    mma = x.mmas.f16 if cutlass.const_expr(dtype is F16) else x.mmas.bf16
-    squares = cute.make_rmem_tensor(((2, 2), 1, 2), F32)
-    squares.fill(0.0)
-    for half in cutlass.range(2, unroll=1):
-        for rows in [load_matrix((own_at ^ 32 * s) + HALF * half, dtype) for s in range(4)]:
-            add_squares(mma, squares, rows)
-    return diagonal_of(x, squares)
-
-
-@cute.jit
 def norms(x: cutlass.Constexpr, scale: F32):
     """(Squares, inverse norms) of rows r and r + 8 of our k or q; the scale is in the norms of q."""
     smem = x.smem
-    size = squares_at(x, lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side, BF16)
+    size = squares_at(x.mmas.bf16, lane_address(smem.k, x.block_row, x.lane) + smem.to_q * x.side, x.r, BF16)
     return size, leave_norms(x, size, scale)
 
 

@@ -291,5 +291,5 @@ def gdn_host(
 
 def variants() -> Iterator[Variant]:
     uses = ("tcgen05", "tma_load", "tma_store", "mma", "stmatrix", "setmaxnreg")
-    for dtype, name in ((F16, "gdn_f16_whole"), (BF16, "gdn_bf16_whole")):
+    for dtype, name in ((F16, "gdn_norm_whole"), (BF16, "gdn_plain_whole")):
         yield Variant(name, gdn_host, fake_arguments(GDN, gdn_host, dtype), uses=uses)

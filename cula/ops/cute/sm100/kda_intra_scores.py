@@ -27,7 +27,8 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.fragments import flat, lane_address, read_factors, store_matrix
-from cula.ops.cute.common.kda_intra_steps import Chunk, diagonal_of
+from cula.ops.cute.common.kda_intra_steps import Chunk
+from cula.ops.cute.common.squares import diagonal_of
 from cula.ops.cute.common.tiles import F32, I32, K_MAJOR, tile_layout
 
 from .tmem import LANE, accumulator, issue, load_fragment, loaded, operand_a, pointer_at, store_fragment, umma, umma_of_few_rows
@@ -125,7 +126,7 @@ def read_squares(x: cutlass.Constexpr):
     squares = cute.make_rmem_tensor((8,), F32)
     load_fragment(x.scores.rows + (16 * LANE * x.side + Column.SQUARES + 16 * x.block_row), squares)
     loaded()
-    return diagonal_of(x, squares)
+    return diagonal_of(squares, x.r)
 
 
 @cute.jit

@@ -22,7 +22,11 @@ HOPPER = Arch(
     ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    new=(),
+    new=(
+        "gdn_*",  # prefills of Gated DeltaNet, since they take keys as they came
+        "bwd_kda_*",  # since they keep T and P where gradients come, and read q and k later
+        "bwd_gdn_*",  # for the first of these reasons
+    ),
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,

@@ -9,33 +9,33 @@ keys and queries k, q, and the state S [128 dk, 128 dv] in float32:
     R = k S    Y = v - f R    E = T Y    S <- 2^G_C S + k^T (r b E)             the chain
     P = lower(q k^T D) b      o = scale (f (q S) + P E)
 
-With one gate a head, decays, norms and strengths are factors of rows and columns, so that k is an operand of four products as it
-lies in shared memory. E is the error of the prediction, and b E what is written: b is never divided by, and zero is a number like
-any other. The output is not in the chain: it takes S and E, in 16 bits, from shared memory.
+With one gate a head, decays, norms and strengths are factors of rows and columns, so that q and k are operands as they lie in
+shared memory. Where they are to be normalised here, 1 / |k| joins f, r b and the exponents of D, and 1 / |q| the rows of P and
+f. E is the error of the prediction, and b E what is written: b is never divided by, and zero is a number like any other. The
+output is not in the chain: it takes S and E, in bf16, from shared memory.
 
 | warpgroup       | role                                                      | registers, half (whole) |
 |-----------------|-----------------------------------------------------------|-------------------------|
 | 0 (and 1)       | `state_role`: the chain, 64 rows dv each                  | 176 (160) |
-| the next        | `output_role`                                             | 160 (112; bf16 120) |
-| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 80 (bf16 72); two: 88 |
+| the next        | `output_role`                                             | 160 (112) |
+| the last (two)  | `prepare_role`: T and all factors, two chunks ahead       | 88 (80)   |
 
 A block has a whole state, or half of one where heads are too few; then two warpgroups prepare in each of the two blocks. Keys
-and vectors are each block's own, T of every other chunk comes from the partner (`share_head`). Every role asks for its own tiles
-by TMA.
+and vectors are each block's own, T of every other chunk comes from the partner (`share_head`). Beside a whole state one warpgroup
+prepares two chunks at a time (`prepare_head`). Every role asks for its own tiles by TMA.
 
 | shared memory                | bytes, whole | half  |
 |------------------------------|--------------|-------|
 | k: four stages               | 64 K         | 64 K  |
 | q, and o in its place: two   | 32 K         | 32 K  |
 | v: two stages                | 32 K         | 16 K  |
-| S, E in 16 bits              | 48 K         | 24 K  |
+| S, E in bf16                 | 48 K         | 24 K  |
 | half of M                    |              | 16 K  |
 | T: two, or four of them      | 16 K         | 32 K  |
-| A, to be inverted            | 12.5 K       | 25 K  |
-| vectors                      | 8.8 K        | 8.5 K |
+| A of two chunks, to be inverted | 25 K      | 25 K  |
+| vectors                      | 9.3 K        | 9.3 K |
 
-`Bars` in `gdn_smem.py` has the mbarriers. The precision is `dtype`: fp16 operands where keys and queries are normalised here,
-rows of the state then run in `fp16_window.py`; bf16 otherwise.
+`Bars` in `gdn_smem.py` has the mbarriers.
 """
 
 from __future__ import annotations
@@ -77,41 +77,37 @@ from .gdn_smem import allocate, init_barriers
 from .gdn_state import state_role
 
 THREADS, LAUNCH_REGISTERS = 512, 128
-# Of roles, in the order above: 512 in all warpgroups.
-REGISTERS = {
-    "gdn_f16_whole": (160, 112, 80),
-    "gdn_bf16_whole": (160, 120, 72),
-    "gdn_f16_half": (176, 160, 88),
-    "gdn_bf16_half": (176, 160, 88),
-}
+REGISTERS = {2: (160, 112, 80), 1: (176, 160, 88)}  # of roles, in the order above, by parts: 512 in all warpgroups
 
 
 class GdnMmas(NamedTuple):
-    """Products: of a warpgroup by where operands lie, and of a warp for the inverse."""
+    """Products: of a warpgroup by where operands lie, and of a warp."""
 
     kk: Any  # [64, 64], both in shared memory
-    q_k: Any  # [64, 64] of a K-major tile, queries in registers or not
+    q_k: Any  # the same
     q_s: Any  # the same, [64, columns of o]
     p_e: Any  # the same, A in registers
     x: Any  # [64, 64] of a K-major tile, A in registers
     t: Any  # [64, 64] of an MN-major tile
     s: Any  # [64, 128] of an MN-major tile
     chain: Any  # the same as s, in fp16
-    tf32: Any
+    tf32: Any  # of a warp, for the inverse
+    squares: Any  # of a warp, for norms
 
 
-def gdn_mmas(variant: GdnVariant) -> GdnMmas:
-    dtype, width = variant.dtype, 64 * variant.parts // variant.outputs
+def gdn_mmas() -> GdnMmas:
+    both_shared, one_shared = [wgmma(64, K_MAJOR, is_in_registers) for is_in_registers in (False, True)]
     return GdnMmas(
-        wgmma(64, K_MAJOR, False, dtype),
-        wgmma(64, K_MAJOR, variant.is_normalised, dtype),
-        wgmma(width, K_MAJOR, variant.is_normalised, dtype),
-        wgmma(width, K_MAJOR, True, dtype),
-        wgmma(64, K_MAJOR, True, dtype),
-        wgmma(64, MN_MAJOR, True, dtype),
-        wgmma(128, MN_MAJOR, True, dtype),
+        both_shared,
+        both_shared,
+        both_shared,
+        one_shared,
+        one_shared,
+        wgmma(64, MN_MAJOR, True),
+        wgmma(128, MN_MAJOR, True),
         wgmma(128, MN_MAJOR, True, F16),
         cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (1, 1, 1)),
+        cute.make_tiled_mma(warp.MmaF16BF16Op(BF16, F32, (16, 8, 16)), (1, 1, 1)),
     )
 
 
@@ -132,7 +128,7 @@ def gdn_kernel(
     role = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
-    smem, bars = allocate(SmemAllocator(), parts, variant.dtype)
+    smem, bars = allocate(SmemAllocator(), variant)
     if warp_id == 0:
         with cute.arch.elect_one():
             init_barriers(bars, parts, block & 1)
@@ -151,7 +147,7 @@ def gdn_kernel(
         ours = items._replace(rank=block & 1)
         cluster = block >> 1
         plan = plan_piece(ours, gates, scalars, smem.warm_ups, cluster % items.total, cluster // items.total, variant)
-    registers = cutlass.const_expr(REGISTERS[variant.name])
+    registers = cutlass.const_expr(REGISTERS[parts])
     if role < parts:
         cute.arch.setmaxregister_increase(registers[0])
         state_role(tma.v, states, scalars, ours, plan, mmas, smem, bars, role, variant)
@@ -269,7 +265,7 @@ def gdn_host(
         States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut, handed),
         Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
         Items(HV, HV // H, length, N * HV, mCu, pieces, I32(0), I32(0), I32(0)),
-        gdn_mmas(variant),
+        gdn_mmas(),
         variant,
     ).launch(
         grid=(blocks if variant.parts == 2 else records, 1, 1),
@@ -283,5 +279,5 @@ def gdn_host(
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix", "stmatrix", "setmaxnreg")
-    for variant in (GdnVariant(dtype, parts) for dtype in (F16, BF16) for parts in (2, 1)):
+    for variant in (GdnVariant(norm, parts) for norm in (True, False) for parts in (2, 1)):
         yield Variant(variant.name, gdn_host, fake_arguments(GDN, gdn_host, variant), uses=uses)

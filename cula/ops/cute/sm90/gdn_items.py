@@ -5,28 +5,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
-
 
 class GdnVariant(NamedTuple):
     """What the code depends on."""
 
-    dtype: Any  # of operands: fp16 for keys and queries that are normalised here, otherwise bf16
+    is_normalised: bool  # keys and queries are normalised here
     parts: int  # of 64 rows dv each, of a block: the whole state, or half of it
-
-    @property
-    def is_normalised(self) -> bool:
-        return self.dtype is cutlass.Float16
 
     @property
     def preparers(self) -> int:
         """Warpgroups that prepare chunks: one beside two parts of the state, two beside one."""
         return 3 - self.parts
-
-    @property
-    def outputs(self) -> int:
-        """In how many products a chunk's output is made: with queries in registers in one a part, or there is no room."""
-        return self.parts if self.is_normalised else 1
 
     @property
     def early_factors(self) -> int:
@@ -35,7 +24,7 @@ class GdnVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"gdn_{'f16' if self.is_normalised else 'bf16'}_{'whole' if self.parts == 2 else 'half'}"
+        return f"gdn_{'norm' if self.is_normalised else 'plain'}_{'whole' if self.parts == 2 else 'half'}"
 
 
 class Handed(NamedTuple):

@@ -3,27 +3,26 @@
 
     P[t, i] = q_t . k_i 2^(G_t - G_i) b_i, i <= t        o = scale (f (q S) + P E)
 
-P is a left operand in registers, and so are queries that are normalised here; others are one where they lie. S and E come from
-shared memory. Each warp brings 16 rows of queries in and takes the same rows of o out, through the same memory: so the warps
-need not meet.
+P is a left operand in registers, queries are one where they lie, S and E come from shared memory. Where queries are to be
+normalised, 1 / |q_t| joins f_t and the exponents of P. Each warp brings 16 rows of queries in and takes the same rows of o out,
+through the same memory: so the warps need not meet, but for the end of the products that read queries.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cula.core.constants import L2_NORM_EPS
 from cula.ops.cute.common.barriers import arrive
-from cula.ops.cute.common.fragments import flat, lane_address, load_matrix, shared_at, widen
-from cula.ops.cute.common.gate import exp2, inverse_norm
+from cula.ops.cute.common.fragments import flat, lane_address
+from cula.ops.cute.common.gate import exp2, log2
 from cula.ops.cute.common.gdn_items import whole_plan
 from cula.ops.cute.common.gdn_vectors import STRENGTH, SUM, read_pairs
+from cula.ops.cute.common.squares import squares_at
 from cula.ops.cute.common.tiles import (
     BF16,
-    F16,
     F32,
     I32,
     issue,
@@ -37,8 +36,8 @@ from cula.ops.cute.common.tiles import (
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of
 
-from .gdn_prepare import HALF
 from .gdn_segments import begin_map, share_map
+from .gdn_smem import sum_of
 from .gdn_state import make_walker, state_step, store_tile
 
 
@@ -58,8 +57,7 @@ def output_role(
     if cutlass.const_expr(variant.parts == 1):
         n = I32(0)
         if plan.is_map == 1:
-            w = make_walker(mmas, smem, I32(0), scale)
-            n = make_map(w, items.rank, plan, smem, bars, variant.dtype)
+            n = make_map(make_walker(mmas, smem, I32(0)), items.rank, plan, smem, bars)
         else:
             for _ in cutlass.range(plan.start, plan.middle, unroll=1):
                 cute.arch.mbarrier_wait(bars.k_ready + (n & 3), (n >> 2) & 1)
@@ -74,21 +72,14 @@ def output_role(
 
 
 @cute.jit
-def make_map(
-    w: cutlass.Constexpr,
-    rank: I32,
-    plan: cutlass.Constexpr,
-    smem: cutlass.Constexpr,
-    bars: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-):
+def make_map(w: cutlass.Constexpr, rank: I32, plan: cutlass.Constexpr, smem: cutlass.Constexpr, bars: cutlass.Constexpr):
     """Our rows of M, what the chunks without output make of the identity; returns how many they are."""
     begin_map(w, rank, bars)
     n = I32(0)
     for _ in cutlass.range(plan.start, plan.middle, unroll=1):
-        state_step(w, smem, bars, n, None, I32(64), False, dtype)
+        state_step(w, smem, bars, n, None, I32(64), False)
         n += 1
-    share_map(w, rank, smem, bars, dtype)
+    share_map(w, rank, smem, bars)
     return n
 
 
@@ -113,7 +104,6 @@ def output_of_head(
     of_q = copy_of(tma.q, of_warps, cute.local_tile(of_head, (16, 64), (None, None)))
     of_head = cute.domain_offset((plan.begin, 0), tma.o.coordinates[None, None, hv])
     o_s, o_g = tma_split(tma.o.atom, of_warps, cute.local_tile(of_head, (16, 64), (None, None)))
-    o_rows = cute.local_tile(cute.domain_offset((plan.begin, 0), mO[None, None, hv]), (64, 64), (None, None))
     o_tiles = tile_at(smem.q, tile_layout(64, 64, 4), BF16)
     if plan.middle < end:
         ask_for_queries(of_q, bars, plan.middle, I32(0) if cutlass.const_expr(variant.parts == 1) else n, wid)
@@ -122,31 +112,25 @@ def output_of_head(
         shown = chunk - plan.middle if cutlass.const_expr(variant.parts == 1) else n
         place = shown & 1
         cute.arch.mbarrier_wait(bars.q_full, place)
-        q = queries(mmas, smem, place, thread, wid, variant)
-        P, f = scores_of(q, scale, mmas, smem, bars, n, thread, variant)
+        P, f = scores_of(place, scale, mmas, smem, bars, n, thread, variant)
         if chunk + 1 < end:
             ask_for_queries(of_q, bars, chunk + 1, shown + 1, wid)
-        for which in cutlass.range_constexpr(variant.outputs):
-            o = output_of(q, P, f, mmas, smem, bars, which, shown, thread, variant)
-            store_tile(mmas.p_e, thread, o, tile_of(smem.q, place, which, variant))
+        o = [output_of(place, P, f, mmas, smem, bars, part, shown, thread, variant) for part in range(variant.parts)]
+        cute.arch.mbarrier_wait(bars.q_empty, shown & 1)  # all warps have read queries, where o goes
+        for part in cutlass.range_constexpr(variant.parts):
+            store_tile(mmas.p_e, thread, o[part], o_tiles[None, None, 2 * place + part])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         for part in cutlass.range_constexpr(variant.parts):
             columns = items.rank + part
             if left < 64:  # TMA would write on into the next sequence
-                copy_our_rows(o_tiles[None, None, 2 * place + part], o_rows[None, None, chunk, columns], wid, left)
+                rest = cute.domain_offset((plan.begin + 64 * chunk, 0), mO[None, None, hv])
+                copy_our_rows(o_tiles[None, None, 2 * place + part], cute.local_tile(rest, (64, 64), (0, columns)), wid, left)
             else:
                 cute.copy(tma.o.atom, o_s[None, 8 * place + 4 * part + wid], o_g[None, 4 * chunk + wid, columns])
                 cute.arch.cp_async_bulk_commit_group()
         n += 1
     return n
-
-
-def tile_of(q: Any, place: Any, which: Any, variant: Any) -> Any:
-    """Where o goes that one product makes: queries lay there."""
-    if variant.outputs == variant.parts:
-        return tile_at(q, tile_layout(64, 64, 4), BF16)[None, None, 2 * place + which]
-    return q[None, None, place]
 
 
 @cute.jit
@@ -173,43 +157,8 @@ def copy_our_rows(source: cute.Tensor, to: cute.Tensor, wid: I32, rows: I32):
 
 
 @cute.jit
-def queries(mmas: cutlass.Constexpr, smem: cutlass.Constexpr, place: I32, thread: I32, wid: I32, variant: cutlass.Constexpr):
-    """As a left operand: where they lie, or normalised in registers."""
-    if cutlass.const_expr(variant.is_normalised):
-        return load_queries(smem.q[None, None, place], wid)
-    thr = mmas.q_k.get_slice(thread)
-    return thr.make_fragment_A(thr.partition_A(smem.q))[None, None, None, place]
-
-
-@cute.jit
-def load_queries(tile: cute.Tensor, wid: I32):
-    """Our 16 rows in registers, [.., 8 steps of 16 channels], normalised, in fp16."""
-    at = lane_address(tile, wid, cute.arch.lane_idx())
-    raw, out = [cute.make_rmem_tensor((64,), dtype) for dtype in (BF16, F16)]
-    for s in cutlass.range_constexpr(8):
-        flat(raw, 8 * s, 8).store(load_matrix((at ^ 32 * (s % 4)) + HALF * (s // 4), BF16).load())
-    sums, wide, inverse = [cute.make_rmem_tensor((n,), F32) for n in (4, 8, 2)]
-    sums.fill(0.0)
-    for s in cutlass.range_constexpr(8):
-        widen(flat(raw, 8 * s, 8), wide)
-        for e in cutlass.range_constexpr(8):  # row e / 2 % 2 of our two
-            sums[e % 4] += wide[e] * wide[e]
-    for i in cutlass.range_constexpr(2):
-        total = sums[2 * i] + sums[2 * i + 1]
-        for off in (1, 2):
-            total += cute.arch.shuffle_sync_bfly(total, offset=off)
-        inverse[i] = inverse_norm(total)
-    for s in cutlass.range_constexpr(8):
-        widen(flat(raw, 8 * s, 8), wide)
-        for e in cutlass.range_constexpr(8):
-            wide[e] = wide[e] * inverse[e // 2 % 2]
-        flat(out, 8 * s, 8).store(wide.load().to(F16))
-    return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, 8), stride=((1, 2, 4), 0, 8)))
-
-
-@cute.jit
 def scores_of(
-    q: cute.Tensor,
+    place: I32,
     scale: F32,
     mmas: cutlass.Constexpr,
     smem: cutlass.Constexpr,
@@ -218,99 +167,86 @@ def scores_of(
     thread: I32,
     variant: cutlass.Constexpr,
 ):
-    """(P as a left operand, f of our two rows). In bf16 both are scaled."""
+    """(P as a left operand, f of our two rows), both scaled; from queries in one of the two stages."""
     stage, of_vectors, lane, wid = n & 3, n & 7, thread % 32, cute.arch.make_warp_uniform(thread // 32)
     r, c = lane // 4, lane % 4
+    of_row, f = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), F32)
+    of_row.fill(0.0)
+    if cutlass.const_expr(variant.is_normalised):
+        squares = squares_at(mmas.squares, lane_address(smem.q[None, None, place], wid, lane), r, BF16)
+        for i in cutlass.range_constexpr(2):
+            of_row[i] = F32(-0.5) * log2(squares[i] + F32(L2_NORM_EPS))
     thr = mmas.q_k.get_slice(thread)
     acc = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
-    k = thr.make_fragment_B(thr.partition_B(smem.k))
+    q, k = thr.make_fragment_A(thr.partition_A(smem.q)), thr.make_fragment_B(thr.partition_B(smem.k))
     cute.arch.mbarrier_wait(bars.k_ready + stage, (n >> 2) & 1)
-    issue(mmas.q_k, acc, q, k[None, None, None, stage], False)
-    of_row, f = cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), F32)
+    issue(mmas.q_k, acc, q[None, None, None, place], k[None, None, None, stage], False)
     for i in cutlass.range_constexpr(2):
-        of_row[i] = smem.vectors[SUM + 16 * wid + r + 8 * i, of_vectors]
-        f[i] = exp2(of_row[i])
-        if cutlass.const_expr(not variant.is_normalised):
-            f[i] = f[i] * scale
+        of_row[i] += sum_of(smem, 16 * wid + r + 8 * i, n)
     # No branches, by which warps could skip blocks above the diagonal: the compiler would have them wait for the product.
-    P, factors, last = rows_and_columns(acc), cute.make_rmem_tensor((2, 16), F32), 16 * wid + r - 2 * c
+    P, rP, last = rows_and_columns(acc), cute.make_rmem_tensor_like(acc, BF16), 16 * wid + r - 2 * c
+    factors = cute.make_rmem_tensor((2, 16), F32)
+    if cutlass.const_expr(variant.early_factors == 0):
+        warpgroup.wait_group(0)
     for block in cutlass.range_constexpr(4):
-        if cutlass.const_expr(block == variant.early_factors):
-            warpgroup.wait_group(0)
-        sums, b = [read_pairs(smem.vectors, which + 16 * block, of_vectors, c, 2) for which in (SUM, STRENGTH)]
+        sums, b = [read_pairs(smem.vectors, of + 16 * block, of_vectors, c, 2) for of in (SUM, STRENGTH)]
         for j in cutlass.range_constexpr(4):
-            weight = b[j] if cutlass.const_expr(variant.is_normalised) else b[j] * scale
+            weight = b[j] * scale
             for i in cutlass.range_constexpr(2):
                 factor = exp2(of_row[i] - sums[j]) * weight
                 is_past = 16 * block + 8 * (j // 2) + j % 2 - 8 * i <= last
                 factors[i, 4 * block + j] = factor if is_past else F32(0.0)
+        if cutlass.const_expr(variant.early_factors == 0):
+            weigh(P, factors, acc, rP, block)
     if cutlass.const_expr(variant.early_factors == 4):
         warpgroup.wait_group(0)
-    for j in cutlass.range_constexpr(16):
-        for i in cutlass.range_constexpr(2):
-            P[i, j] = P[i, j] * factors[i, j]
-    rP = rounded(acc, variant.dtype)
+        for block in cutlass.range_constexpr(4):
+            weigh(P, factors, acc, rP, block)
     arrive(bars.k_empty + stage)
+    for i in cutlass.range_constexpr(2):
+        f[i] = exp2(of_row[i]) * scale
     return seen_as_a(rP), f
 
 
 @cute.jit
+def weigh(P: cute.Tensor, factors: cute.Tensor, acc: cute.Tensor, rP: cute.Tensor, block: cutlass.Constexpr):
+    """Sixteen columns of P, which are registers of acc, times their factors, rounded."""
+    for j in cutlass.range_constexpr(4 * block, 4 * block + 4):
+        for i in cutlass.range_constexpr(2):
+            P[i, j] = P[i, j] * factors[i, j]
+    flat(rP, 8 * block, 8).store(flat(acc, 8 * block, 8).load().to(BF16))
+
+
+@cute.jit
 def output_of(
-    q: cute.Tensor,
+    place: I32,
     P: cute.Tensor,
     f: cute.Tensor,
     mmas: cutlass.Constexpr,
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
-    which: cutlass.Constexpr,
+    part: cutlass.Constexpr,
     shown: I32,
     thread: I32,
     variant: cutlass.Constexpr,
 ):
-    """o of one part of the state or, where queries are in no registers, of all; rounded."""
-    parts = range(variant.parts) if cutlass.const_expr(variant.outputs == 1) else (which,)
-    width, place = 64 * len(parts), which if cutlass.const_expr(variant.outputs > 1) else 0
-    all_S = tile_at(smem.S, tile_layout(64 * variant.parts, 128, None, variant.dtype), variant.dtype)
-    all_E = tile_at(smem.E, tile_layout(64 * variant.parts, 64, None, variant.dtype), variant.dtype)
-    thr = mmas.p_e.get_slice(thread)
-    acc = thr.make_fragment_C(thr.partition_shape_C((64, width)))
-    S, E = [thr.make_fragment_B(thr.partition_B(cute.local_tile(x, (width, x.shape[1]), (place, 0)))) for x in (all_S, all_E)]
-    O = rows_and_columns(acc)
-    for part in parts:
-        cute.arch.mbarrier_wait(bars.s_full + part, shown & 1)
-    issue(mmas.q_s, acc, q, S, False)
+    """o of one part of the state, rounded."""
+    thr_q, thr_p = mmas.q_s.get_slice(thread), mmas.p_e.get_slice(thread)
+    q, acc = thr_q.make_fragment_A(thr_q.partition_A(smem.q)), thr_q.make_fragment_C(thr_q.partition_shape_C((64, 64)))
+    S = thr_q.make_fragment_B(thr_q.partition_B(smem.S))
+    E, O = thr_p.make_fragment_B(thr_p.partition_B(smem.E)), rows_and_columns(acc)
+    cute.arch.mbarrier_wait(bars.s_full + part, shown & 1)
+    issue(mmas.q_s, acc, q[None, None, None, place], S[None, None, None, part], False)
     warpgroup.wait_group(0)
-    for part in parts:
-        arrive(bars.s_empty + part)
-    if cutlass.const_expr(not variant.is_normalised):
+    arrive(bars.s_empty + part)
+    if cutlass.const_expr(part == variant.parts - 1):
         arrive(bars.q_empty)
-    for j in cutlass.range_constexpr(width // 4):
+    for j in cutlass.range_constexpr(16):
         for i in cutlass.range_constexpr(2):
             O[i, j] = O[i, j] * f[i]
-    for part in parts:
-        cute.arch.mbarrier_wait(bars.e_full + part, shown & 1)
-    issue(mmas.p_e, acc, P, E, True)
-    if cutlass.const_expr(variant.is_normalised):
-        unit = read_units(smem.unit, which, thread % 4)
-        warpgroup.wait_group(0)
-        for j in cutlass.range_constexpr(16):
-            for i in cutlass.range_constexpr(2):
-                O[i, j] = O[i, j] * unit[j]
-    else:
-        warpgroup.wait_group(0)
+    cute.arch.mbarrier_wait(bars.e_full + part, shown & 1)
+    issue(mmas.p_e, acc, P, E[None, None, None, part], True)
+    warpgroup.wait_group(0)
     out = rounded(acc)
-    for part in parts:
-        arrive(bars.e_empty + part)
-    if cutlass.const_expr(not variant.is_normalised):
-        cute.arch.mbarrier_wait(bars.q_empty, shown & 1)  # all warps have read queries, where o goes
-    return out
-
-
-@cute.jit
-def read_units(units: cute.Tensor, part: cutlass.Constexpr, c: I32):
-    """What our columns, 8 j + 2 c and + 1, are to be multiplied by."""
-    out = cute.make_rmem_tensor((16,), F32)
-    at = I32(units.iterator.toint()) + 4 * (64 * part + 2 * c)
-    for j in cutlass.range_constexpr(8):
-        cute.autovec_copy(shared_at(at + 32 * j, F32, 2, 8), cute.make_tensor(out.iterator + 2 * j, cute.make_layout((2, 1))))
+    arrive(bars.e_empty + part)
     return out

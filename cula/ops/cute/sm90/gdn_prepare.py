@@ -4,8 +4,9 @@
     G = cumsum of log2 decays     f = 2^G     r = 2^(G_C - G), summed from the end: no difference of large numbers     b
     A[t, i] = k_t . k_i 2^(G_t - G_i) b_i, i < t                  T = (I + A)^-1
 
-A warpgroup. Keys are made operands in place: a thread has half of a row, normalises it and rounds it to fp16. Scores are one
-wgmma, of which warp w has rows 16 w .. 16 w + 15; a decay is one number for an entry, and no exponent is above zero.
+A warpgroup. Keys are operands as they came; where they are to be normalised, 1 / |k_t| joins the factors: f_t and r_t b_t are
+multiplied by it, and the exponents of A have it as a logarithm. Scores are one wgmma, of which warp w has rows 16 w .. 16 w + 15;
+a decay is one number for an entry, and no exponent is above that of 1 / |k|.
 """
 
 from __future__ import annotations
@@ -18,29 +19,33 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import NamedBarrier
 
+from cula.core.constants import L2_NORM_EPS
 from cula.ops.cute.common.barriers import publish
-from cula.ops.cute.common.fragments import shared_at, widen
-from cula.ops.cute.common.gate import exp2, inverse_norm
+from cula.ops.cute.common.fragments import lane_address, shared_at
+from cula.ops.cute.common.gate import exp2, log2
 from cula.ops.cute.common.gdn_items import whole_plan
 from cula.ops.cute.common.gdn_vectors import (
+    INTO_STATE,
+    POWER,
     STRENGTH,
     SUM,
+    VECTORS,
     Ahead,
     gate_of,
-    read_ahead,
+    read_numbers,
     read_pairs,
     write_all_vectors,
-    write_vectors,
+    write_half_of_vectors,
 )
 from cula.ops.cute.common.inverse import UNBIASED, below, inverse_columns, inverse_pair, place_inverse, work_of
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, issue, rows_and_columns
+from cula.ops.cute.common.squares import squares_at
+from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rows_and_columns
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_fused_smem import send
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile
 
-from .gdn_smem import Barrier, stage_of_t
+from .gdn_smem import Barrier, stage_of_t, sum_of
 
-HALF = 8192  # bytes between the halves of a [64, 128] tile
 SQUARE_BYTES = TILE_BYTES // 2
 
 
@@ -79,30 +84,70 @@ def prepare_head(
     n0: I32,
     variant: cutlass.Constexpr,
 ):
-    """The chunks of a plan, before which there were n0; returns how many there are then."""
-    wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx()
+    """The chunks of a plan, before which there were n0, two at a time; returns how many there are then.
+
+    Of one chunk, two warps would invert diagonal blocks while two wait, and then warp 0 would have the longest column of blocks
+    and warp 3 the shortest. Of two chunks each warp has as much of either.
+    """
+    wid, lane, ours = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx(), everyone(0)
     of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
-    first, end = plan.start, plan.end
+    first, end, which = plan.start, plan.end, wid >> 1
     for i in cutlass.range_constexpr(2):
         if wid == 0 and first + i < end:
             ask_for_keys(of_k, bars, first + i, n0 + i)
-    if first < end:
-        read_ahead(ahead, first, wid)
-        write_vectors(ahead, smem.vectors, first, n0, wid)
-    if first + 1 < end:
-        read_ahead(ahead, first + 1, wid)
-    for chunk in cutlass.range(first, end, unroll=1):
-        n = n0 + chunk - first
-        cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
-        make_operands(smem.raw_k[None, None, n & 3], wid, lane, plan.tokens - chunk * 64, variant)
-        prepare_chunk(of_k, mmas, smem, bars, ahead, chunk, n, wid, lane, variant)
+    if first + which < end:
+        read_numbers(ahead, first + which)
+    for chunk in cutlass.range(first, end, 2, unroll=1):
+        n, count = n0 + chunk - first, cutlass.min(end - chunk, 2)
+        if which < count:
+            write_half_of_vectors(ahead, smem.vectors, chunk + which, n + which, wid & 1)
+            if chunk + which + 2 < end:
+                read_numbers(ahead, chunk + which + 2)
+        for i in cutlass.range(count, unroll=1):
+            take_keys(mmas, smem, bars, ours, n + i, plan.tokens - (chunk + i) * 64, wid, lane, variant)
+            make_scores(mmas, smem, n + i, *work(smem, i), wid, lane, variant)
+        ours.arrive_and_wait()
+        if which < count:
+            inverse_pair(work_of(smem.diagonal, which, 4), wid & 1, 3 - (wid & 1), lane)
+        ours.arrive_and_wait()
+        for i in cutlass.range(count, unroll=1):
+            place_t(of_k, mmas, smem, bars, plan, chunk + i, n + i, i, wid, lane)
     return n0 + end - first
+
+
+@cute.jit
+def place_t(
+    of_k: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+    chunk: I32,
+    n: I32,
+    i: I32,
+    wid: I32,
+    lane: I32,
+):
+    """A column of T of the first or the second of two chunks, the block's n-th; the keys of the next but one are asked for."""
+    column, (place, _) = wid if i == 0 else 3 - wid, stage_of_t(smem, n)
+    columns = cute.make_rmem_tensor((32,), BF16)
+    inverse_columns(mmas.tf32, *work(smem, i), column, lane, columns, None)
+    cute.arch.mbarrier_wait(bars.k_empty + ((n + 2) & 3), (((n + 2) >> 2) + 1) & 1)  # chunk n - 2 is done, whose T was here
+    place_inverse(columns, smem.T[None, None, place], column, lane)
+    publish(bars.t_ready + place)
+    if wid == 0 and chunk + 2 < plan.end:
+        ask_for_keys(of_k, bars, chunk + 2, n + 2)
+
+
+def work(smem: Any, i: Any) -> tuple[Any, Any]:
+    """Where the i-th of the chunks in the making is inverted: blocks below the diagonal, and on it."""
+    return work_of(smem.below, i, 6), work_of(smem.diagonal, i, 4)
 
 
 def inputs_of(tma_k: Any, gates: Any, scalars: Any, items: Any, plan: Any, smem: Any) -> tuple[Any, Ahead]:
     """Keys of a head as they are copied, and what vectors are made from."""
     of_head = cute.domain_offset((plan.begin, 0), tma_k.coordinates[None, None, plan.hv // items.group])
-    of_k = copy_of(tma_k, smem.raw_k, cute.local_tile(of_head, (64, 128), (None, 0)))
+    of_k = copy_of(tma_k, smem.k, cute.local_tile(of_head, (64, 128), (None, 0)))
     a, bias = gate_of(gates, scalars, plan.hv)
     raw_g, raw_b = [cute.make_rmem_tensor((2,), I32) for _ in range(2)]
     return of_k, Ahead(gates, scalars, raw_g, raw_b, a, bias, plan)
@@ -122,95 +167,54 @@ def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n
 
 
 @cute.jit
-def make_operands(tile: cute.Tensor, wid: I32, lane: I32, left: I32, variant: cutlass.Constexpr):
-    """Keys normalised and rounded to fp16, in place, zeros past the end. Keys that are operands as they came: only the zeros.
-
-    A lane has half of a row, 8 pieces of 16 bytes, such that 8 lanes' pieces meet no bank twice. It reads them twice, in loops:
-    long code does not stay in the instruction cache beside that of other roles.
-    """
-    # Beside whole states the loops are none: with them the compiler finds the output's role short of registers.
-    unroll = cutlass.const_expr(4 if variant.parts == 2 else 1)
-    row = 16 * wid + lane % 16
-    at = I32(tile.iterator.toint()) + row * 128 + (lane // 16) * HALF
-    if cutlass.const_expr(variant.is_normalised):
-        sums, wide = cute.make_rmem_tensor((4,), F32), cute.make_rmem_tensor((8,), F32)
-        sums.fill(0.0)
-        for pair in cutlass.range(0, 8, 2, unroll=unroll):
-            for p in cutlass.range_constexpr(2):
-                widen(piece_of(at, row, pair + p), wide)
-                for e in cutlass.range_constexpr(8):
-                    sums[e % 4] += wide[e] * wide[e]
-        total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-        inverse = inverse_norm(total + cute.arch.shuffle_sync_bfly(total, offset=16))
-        for pair in cutlass.range(0, 8, 2, unroll=unroll):
-            pieces = [piece_of(at, row, pair + p) for p in range(2)]
-            for p in cutlass.range_constexpr(2):
-                widen(pieces[p], wide)
-                out = cute.make_rmem_tensor((8,), F16)
-                out.store((wide.load() * inverse).to(F16))
-                words = cute.recast_tensor(out, I32)
-                for i in cutlass.range_constexpr(4):
-                    words[i] = words[i] if row < left else I32(0)  # also where it is no number
-                cute.autovec_copy(eight(out, 0), shared_at(at + (((pair + p) ^ (row & 7)) << 4), F16, 8, 16))
-    elif row >= left:
-        zero = cute.make_rmem_tensor((8,), BF16)
-        zero.fill(0.0)
-        for p in cutlass.range_constexpr(8):
-            cute.autovec_copy(eight(zero, 0), shared_at(at + 16 * p, BF16, 8, 16))
-
-
-@cute.jit
-def piece_of(at: I32, row: I32, p: I32):
-    """Piece p of a row's half."""
-    x = cute.make_rmem_tensor((8,), BF16)
-    cute.autovec_copy(shared_at(at + ((p ^ (row & 7)) << 4), BF16, 8, 16), eight(x, 0))
-    return x
-
-
-def eight(x: Any, p: int) -> Any:
-    """Values 8 p .. 8 p + 7 as they are copied."""
-    return cute.make_tensor(x.iterator + 8 * p, cute.make_layout((8, 1)))
-
-
-# Scores and their inverse
-
-
-@cute.jit
-def prepare_chunk(
-    of_k: cutlass.Constexpr,
+def take_keys(
     mmas: cutlass.Constexpr,
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
-    ahead: cutlass.Constexpr,
-    chunk: I32,
+    ours: cutlass.Constexpr,
     n: I32,
+    left: I32,
     wid: I32,
     lane: I32,
     variant: cutlass.Constexpr,
 ):
-    """T of the block's n-th chunk, whose keys and vectors have been written; and vectors of the next one."""
-    plan, ours, (place, _) = ahead.plan, everyone(0), stage_of_t(smem, n)
-    sA, sD = work_of(smem.below, 0, 6), work_of(smem.diagonal, 0, 4)
+    """Keys of the block's n-th chunk, which has so many tokens left, are there, and its vectors have been written: both are made
+    what products and other roles read."""
+    cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
+    tile = smem.k[None, None, n & 3]
+    clear_rows(tile, wid, lane, left)
+    if cutlass.const_expr(variant.is_normalised):
+        squares = squares_at(mmas.squares, lane_address(tile, wid, lane), lane // 4, BF16)
+        ours.arrive_and_wait()  # vectors are there
+        for i in cutlass.range_constexpr(2):
+            join_norm(smem, n, 16 * wid + lane // 4 + 8 * i, squares[i], lane % 4)
     keys_are_ready(bars, ours, n)
-    make_scores(mmas, smem, n, sA, sD, wid, lane)
-    ours.arrive_and_wait()
-    if wid < 2:
-        inverse_pair(sD, wid, 3 - wid, lane)
-    elif chunk + 1 < plan.end:
-        write_vectors(ahead, smem.vectors, chunk + 1, n + 1, wid)
-        if chunk + 2 < plan.end:
-            read_ahead(ahead, chunk + 2, wid)
-    ours.arrive_and_wait()
-    if wid == 0 and chunk + 2 < plan.end:
-        ask_for_keys(of_k, bars, chunk + 2, n + 2)
-    columns = cute.make_rmem_tensor((32,), variant.dtype)
-    inverse_columns(mmas.tf32, sA, sD, wid, lane, columns, None)
-    cute.arch.mbarrier_wait(bars.k_empty + ((n + 2) & 3), (((n + 2) >> 2) + 1) & 1)  # chunk n - 2 is done, whose T was here
-    place_inverse(columns, smem.T[None, None, place], wid, lane)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    ours.arrive_and_wait()
-    if cute.arch.thread_idx()[0] % 128 == 0:
-        cute.arch.mbarrier_arrive(bars.t_ready + place)
+
+
+@cute.jit
+def clear_rows(tile: cute.Tensor, wid: I32, lane: I32, left: I32):
+    """Zeros past the end of the sequence. A lane has half of a row, 8 pieces of 16 bytes."""
+    row = 16 * wid + lane % 16
+    if row >= left:
+        at, zero = I32(tile.iterator.toint()) + row * 128 + (lane // 16) * (TILE_BYTES // 2), cute.make_rmem_tensor((8, 1), BF16)
+        zero.fill(0.0)
+        for p in cutlass.range_constexpr(8):
+            cute.autovec_copy(zero, shared_at(at + 16 * p, BF16, 8, 16))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def join_norm(smem: cutlass.Constexpr, n: I32, row: I32, square: F32, c: I32):
+    """The norm of a key joins its factors, by three of its four lanes: exponents of columns, f, r b."""
+    log_norm = F32(0.5) * log2(square + F32(L2_NORM_EPS))
+    at = I32(smem.vectors.iterator.toint()) + 4 * ((n & 7) * VECTORS + row)
+    if c == 0:
+        x = shared_at(at + 4 * SUM, F32, 1, 4)
+        smem.sums[row, n & 3] = x[0]
+        x[0] = x[0] + log_norm
+    elif c < 3:
+        x = shared_at(at + (4 * POWER if c == 1 else 4 * INTO_STATE), F32, 1, 4)
+        x[0] = x[0] * exp2(-log_norm)
 
 
 def everyone(which: Any) -> NamedBarrier:
@@ -227,29 +231,53 @@ def keys_are_ready(bars: cutlass.Constexpr, ours: cutlass.Constexpr, n: I32):
         cute.arch.mbarrier_arrive(bars.k_ready + (n & 3))
 
 
+# Scores
+
+
 @cute.jit
-def make_scores(mmas: cutlass.Constexpr, smem: cutlass.Constexpr, n: I32, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32):
+def make_scores(
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    n: I32,
+    sA: cute.Tensor,
+    sD: cute.Tensor,
+    wid: I32,
+    lane: I32,
+    variant: cutlass.Constexpr,
+):
     """A of the block's n-th chunk, to where it is inverted."""
     thr, stage = mmas.kk.get_slice(cute.arch.thread_idx()[0] % 128), n & 3
     scores = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
     a, b = thr.make_fragment_A(thr.partition_A(smem.k)), thr.make_fragment_B(thr.partition_B(smem.k))
     issue(mmas.kk, scores, a[None, None, None, stage], b[None, None, None, stage], False)
     warpgroup.wait_group(0)
-    place_scores(scores, smem.vectors, n & 7, sA, sD, wid, lane)
+    place_scores(scores, smem, n, sA, sD, wid, lane, variant)
 
 
 @cute.jit
-def place_scores(scores: cute.Tensor, vectors: cute.Tensor, place: I32, sA: cute.Tensor, sD: cute.Tensor, wid: I32, lane: I32):
+def place_scores(
+    scores: cute.Tensor,
+    smem: cutlass.Constexpr,
+    n: I32,
+    sA: cute.Tensor,
+    sD: cute.Tensor,
+    wid: I32,
+    lane: I32,
+    variant: cutlass.Constexpr,
+):
     """Our rows of A, decayed and weighed, to where they are inverted: in float32 on the diagonal, below it for tf32."""
     r, c = lane // 4, lane % 4
     A, of_row = rows_and_columns(scores), cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
-        of_row[i] = vectors[SUM + 16 * wid + r + 8 * i, place]
+        row = 16 * wid + r + 8 * i
+        of_row[i] = sum_of(smem, row, n)
+        if cutlass.const_expr(variant.is_normalised):  # G - log2 |k| of G and G + log2 |k|
+            of_row[i] = 2 * of_row[i] - smem.vectors[SUM + row, n & 7]
     # All factors are read before any store: the compiler does not know that they lie elsewhere, and would have each wait for it.
     for block in cutlass.range_constexpr(4):
         if block <= wid:
             unbiased = F32(UNBIASED) if block < wid else F32(0.0)
-            sums, b = [read_pairs(vectors, of + 16 * block, place, c, 2) for of in (SUM, STRENGTH)]
+            sums, b = [read_pairs(smem.vectors, of + 16 * block, n & 7, c, 2) for of in (SUM, STRENGTH)]
             for j in cutlass.range_constexpr(4):
                 for i in cutlass.range_constexpr(2):
                     A[i, 4 * block + j] = A[i, 4 * block + j] * (exp2(of_row[i] + unbiased - sums[j]) * b[j])
@@ -297,10 +325,10 @@ def share_head(
     if wid >= 2:
         mine = n + wid - 2  # warp 2 has vectors of the first of the two, warp 3 of the second
         if mine >= 0 and mine < chunks:
-            read_ahead(ahead, plan.start + mine, wid)
+            read_numbers(ahead, plan.start + mine)
             write_all_vectors(ahead, smem.vectors, plan.start + mine, mine)
         if mine + 4 < chunks:
-            read_ahead(ahead, plan.start + mine + 4, wid)
+            read_numbers(ahead, plan.start + mine + 4)
     if wid == 3:
         for i in cutlass.range_constexpr(2):
             if n + i >= 0 and n + i < chunks:
@@ -310,9 +338,7 @@ def share_head(
     for turn in cutlass.range(first, last, unroll=1):
         u = 4 * (turn >> 1) + 2 * which + (turn & 1)
         n = u + n_of_0
-        cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
-        make_operands(smem.raw_k[None, None, n & 3], wid, lane, plan.tokens - (plan.start + n) * 64, variant)
-        keys_are_ready(bars, everyone(which), n)
+        take_keys(mmas, smem, bars, everyone(which), n, plan.tokens - (plan.start + n) * 64, wid, lane, variant)
         following = n + 1
         if u & 1 == 1:
             share_t(mmas, smem, bars, which, partner, n, wid, lane, variant)
@@ -322,7 +348,7 @@ def share_head(
                 if mine < chunks:
                     write_all_vectors(ahead, smem.vectors, plan.start + mine, mine)
                     if mine + 4 < chunks:
-                        read_ahead(ahead, plan.start + mine + 4, wid)
+                        read_numbers(ahead, plan.start + mine + 4)
         if wid == 3 and turn > 0 and following < chunks:
             ask_for_keys(of_k, bars, plan.start + following, following)
             if u & 1 == 1:
@@ -344,13 +370,13 @@ def share_t(
     """T of the n-th chunk, whose keys and vectors have been written, to our shared memory and the partner's. Each warp has 16
     rows of it, as they lie 2 KB, and sends them when it is done."""
     ours, (place, turn) = everyone(which), stage_of_t(smem, n)
-    sA, sD = work_of(smem.below, which, 6), work_of(smem.diagonal, which, 4)
-    make_scores(mmas, smem, n, sA, sD, wid, lane)
+    sA, sD = work(smem, which)
+    make_scores(mmas, smem, n, sA, sD, wid, lane, variant)
     ours.arrive_and_wait()
     if wid < 2:
         inverse_pair(sD, wid, 3 - wid, lane)
     ours.arrive_and_wait()
-    columns = cute.make_rmem_tensor((32,), variant.dtype)
+    columns = cute.make_rmem_tensor((32,), BF16)
     inverse_columns(mmas.tf32, sA, sD, wid, lane, columns, None)
     # Chunk n - 4, whose T was here, is done: in this block since keys have come to where its own were.
     cute.arch.mbarrier_wait(bars.t_asked + place, turn)

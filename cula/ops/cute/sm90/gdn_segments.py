@@ -139,16 +139,13 @@ def begin_map(w: cutlass.Constexpr, rank: I32, bars: cutlass.Constexpr):
         for a in cutlass.range_constexpr(2):
             is_one = 64 * rank + w.row(a) == 8 * (j // 2) + 2 * c + j % 2
             S[a, j] = F32(1.0) if is_one else F32(0.0)
-    w.factor.fill(1.0)
     if w.thread == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(bars.m_theirs, TILE_BYTES)
 
 
 @cute.jit
-def share_map(w: cutlass.Constexpr, rank: I32, smem: cutlass.Constexpr, bars: cutlass.Constexpr, dtype: cutlass.Constexpr):
+def share_map(w: cutlass.Constexpr, rank: I32, smem: cutlass.Constexpr, bars: cutlass.Constexpr):
     """Our rows of M, in fp16, for our chain and for the partner's."""
-    if cutlass.const_expr(dtype is F16):
-        unscale_rows(rows_and_columns(w.accS), w.factor)
     ours, theirs = [smem.M[None, None, which] for which in (OURS, THEIRS)]
     w.store(rounded(w.accS, F16), ours)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -167,24 +164,21 @@ def chain(
     rank: I32,
     smem: cutlass.Constexpr,
     bars: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
 ):
     """accS, which is B, <- S M + B, S being what the piece before has handed on. In fp16, whatever other operands are: M has no
     entry above 1, and rows of S are scaled to fit."""
     S, place = rows_and_columns(w.accS), place_of(w, handed.states, record)
-    if cutlass.const_expr(dtype is F16):
-        unscale_rows(S, w.factor)
-    w.factor.fill(1.0)
-    done = I32(0)
+    factor, done = cute.make_rmem_tensor((2,), F32), I32(0)
+    factor.fill(1.0)
     while done == 0:
         done = cute.arch.load(handed.done.iterator + record, I32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
     half = cute.make_rmem_tensor_like(w.accS, F16)
-    load_rounded(place, half, w.factor)
-    if not is_safely_inside(half, None, w.factor):
-        find_factor(place, w.factor)
-        load_rounded(place, half, w.factor)
-    scale_rows(S, w.factor)
+    load_rounded(place, half, factor)
+    if not is_safely_inside(half, None, factor):
+        find_factor(place, factor)
+        load_rounded(place, half, factor)
+    scale_rows(S, factor)
     thr = w.mmas.chain.get_slice(w.thread)
     M = thr.make_fragment_B(thr.partition_B(swapped(smem.M)))  # [N = dk after, K = dk before]
     other = rank ^ OURS  # rows 64 rank and on are ours
@@ -198,9 +192,7 @@ def chain(
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     NamedBarrier(barrier_id=Barrier.STATE, num_threads=128).arrive_and_wait()  # a part of M is where S comes next
-    if cutlass.const_expr(dtype is not F16):
-        unscale_rows(S, w.factor)
-        w.factor.fill(1.0)
+    unscale_rows(S, factor)
 
 
 @cute.jit
@@ -250,13 +242,9 @@ def in_fours(acc: Any) -> Any:
 
 
 @cute.jit
-def hand_on(w: cutlass.Constexpr, handed: cutlass.Constexpr, record: I32, dtype: cutlass.Constexpr):
+def hand_on(w: cutlass.Constexpr, handed: cutlass.Constexpr, record: I32):
     """The state, for the piece that waits for it."""
-    out = cute.make_rmem_tensor_like(w.accS, F32)
-    out.store(w.accS.load())
-    if cutlass.const_expr(dtype is F16):
-        unscale_rows(rows_and_columns(out), w.factor)
-    cute.autovec_copy(in_fours(out), place_of(w, handed.states, record))
+    cute.autovec_copy(in_fours(w.accS), place_of(w, handed.states, record))
     cute.arch.fence_acq_rel_gpu()
     NamedBarrier(barrier_id=Barrier.STATE, num_threads=128).arrive_and_wait()
     if w.thread == 0:

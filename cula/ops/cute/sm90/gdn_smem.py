@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from cula.ops.cute.common.gdn_vectors import VECTOR_STAGES, VECTORS
+from cula.ops.cute.common.gdn_vectors import SUM, VECTOR_STAGES, VECTORS
 from cula.ops.cute.common.inverse import blocks
-from cula.ops.cute.common.tiles import F16, F32, I32, allocate_tile, tile_at, tile_layout
+from cula.ops.cute.common.tiles import BF16, F16, F32, I32, allocate_tile, tile_at, tile_layout
 
 KEY_STAGES, WARPS = 4, 16
 T_STAGES = {2: 2, 1: 4}  # by parts
+AT_ONCE = 2  # chunks whose inverses are in the making: of one warpgroup, or one of each of two
 
 
 class Barrier(enum.IntEnum):
@@ -31,16 +32,15 @@ THEIRS, OURS = 0, 1
 class Smem(NamedTuple):
     """Shared memory. Parts are those of the state that a block has."""
 
-    raw_k: Any  # [64, 128, KEY_STAGES], as it came
-    k: Any  # the same memory, in the type of operands
+    k: Any  # [64, 128, KEY_STAGES]
     q: Any  # [64, 128, 2]: two stages, in which o takes the place of queries
     v: Any  # [64 tokens, 64 dv, 2 parts]: two stages a part
     S: Any  # [64 dv, 128 dk, parts]
     E: Any  # [64 dv, 64 tokens, parts]
     T: Any  # [64 i, 64 t, T_STAGES]: transposed
     vectors: Any  # [VECTORS, VECTOR_STAGES]
-    unit: Any  # [64, parts]: what columns of o, as the state is scaled, are to be multiplied by
-    below: Any  # A below the diagonal, by blocks, of each preparer
+    sums: Any  # [64, KEY_STAGES]: G, where keys are normalised here: SUM of `vectors` then is G + log2 |k|
+    below: Any  # A below the diagonal, by blocks, of AT_ONCE chunks
     diagonal: Any
     M: Any  # [64 dk, 128 dk, 2]: the partner's rows of a map, in the place of S, and ours; of blocks with half of a state
     warm_ups: Any  # [WARPS]: what warps have found of a head's boundaries
@@ -60,33 +60,33 @@ class Bars(NamedTuple):
     v_empty: Any
     s_full: Any  # S in 16 bits is in place, for each part
     s_empty: Any
-    e_full: Any  # E and `unit` are
+    e_full: Any  # E is
     e_empty: Any
     m_ours: Any  # our half of M is in place
     m_theirs: Any  # the partner's half has come
 
 
-def allocate(smem: Any, parts: int, dtype: Any) -> tuple[Smem, Bars]:
-    preparers = 3 - parts
-    keys = tile_layout(64, 128, KEY_STAGES)
-    raw_k = allocate_tile(smem, keys)
+def allocate(smem: Any, variant: Any) -> tuple[Smem, Bars]:
+    parts = variant.parts
+    k = allocate_tile(smem, tile_layout(64, 128, KEY_STAGES))
     q = allocate_tile(smem, tile_layout(64, 128, 2))
     v = allocate_tile(smem, tile_layout(64, 64, 2 * parts))
-    of_s = tile_layout(64 * parts, 128, None, dtype)  # also one operand of 128 rows
+    of_s = tile_layout(64 * parts, 128)  # also one operand of 128 rows
     M = allocate_tile(smem, tile_layout(64, 128, 2, F16), F16) if parts == 1 else None
-    S = allocate_tile(smem, of_s, dtype) if M is None else tile_at(M, of_s, dtype)
-    E = allocate_tile(smem, tile_layout(64, 64, parts, dtype), dtype)
-    T = allocate_tile(smem, tile_layout(64, 64, T_STAGES[parts], dtype), dtype)
+    S = allocate_tile(smem, of_s) if M is None else tile_at(M, of_s, BF16)
+    E = allocate_tile(smem, tile_layout(64, 64, parts))
+    T = allocate_tile(smem, tile_layout(64, 64, T_STAGES[parts]))
     vectors = smem.allocate_tensor(F32, cute.make_layout((VECTORS, VECTOR_STAGES)), byte_alignment=16)
-    unit = smem.allocate_tensor(F32, cute.make_layout((64, parts)), byte_alignment=16)
-    below = smem.allocate_tensor(F32, blocks(6 * preparers), byte_alignment=16)
-    diagonal = smem.allocate_tensor(F32, blocks(4 * preparers), byte_alignment=16)
-    k = tile_at(raw_k, tile_layout(64, 128, KEY_STAGES, dtype), dtype)
+    sums = None
+    if variant.is_normalised:
+        sums = smem.allocate_tensor(F32, cute.make_layout((64, KEY_STAGES)), byte_alignment=16)
+    below = smem.allocate_tensor(F32, blocks(6 * AT_ONCE), byte_alignment=16)
+    diagonal = smem.allocate_tensor(F32, blocks(4 * AT_ONCE), byte_alignment=16)
     counts = Bars(*(len(of) for of in arrivals(parts)))
     bars = Bars(*(smem.allocate_array(cutlass.Int64, n) for n in counts))
     warm_ups = smem.allocate_tensor(I32, cute.make_layout((WARPS,)), byte_alignment=16)
     S = cute.local_tile(S, (64, 128), (None, 0))
-    return Smem(raw_k, k, q, v, S, E, T, vectors, unit, below, diagonal, M, warm_ups), bars
+    return Smem(k, q, v, S, E, T, vectors, sums, below, diagonal, M, warm_ups), bars
 
 
 def arrivals(parts: int) -> Bars:
@@ -97,7 +97,7 @@ def arrivals(parts: int) -> Bars:
         k_full=[1] * stages,
         k_ready=[1] * stages,
         k_empty=[4 * parts + 4] * stages,
-        t_ready=[1] * T_STAGES[parts],
+        t_ready=[4] * T_STAGES[parts],
         t_asked=[1] * T_STAGES[parts],
         q_full=[4],
         q_empty=[4],
@@ -119,6 +119,11 @@ def init_barriers(bars: Bars, parts: int, rank: Any) -> None:
             if bar is bars.t_ready and parts == 1:
                 count = I32(4) - I32(3) * (rank ^ (i & 1))
             cute.arch.mbarrier_init(bar + i, count)
+
+
+def sum_of(smem: Any, row: Any, n: Any) -> Any:
+    """G of a token of the block's n-th chunk."""
+    return smem.vectors[SUM + row, n & 7] if smem.sums is None else smem.sums[row, n & 3]
 
 
 def stage_of_t(smem: Smem, n: Any) -> tuple[Any, Any]:

@@ -16,12 +16,10 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cula.ops.cute.common.barriers import arrive, publish
-from cula.ops.cute.common.fp16_window import inverse_of
 from cula.ops.cute.common.gdn_items import slot_of, whole_plan
 from cula.ops.cute.common.gdn_vectors import DECAY, INTO_STATE, POWER, read_pairs
 from cula.ops.cute.common.tiles import (
     BF16,
-    F16,
     F32,
     I32,
     issue,
@@ -31,7 +29,6 @@ from cula.ops.cute.common.tiles import (
     swapped,
 )
 from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, TILE_BYTES
-from cula.ops.cute.sm90.fp16_window import keep_in_range, unscale_rows
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile, load_v
 
 from .gdn_segments import chain, hand_on
@@ -45,10 +42,8 @@ class Walker(NamedTuple):
     thread: Any  # in its warpgroup
     mmas: Any
     accS: Any  # [64, 128]
-    factor: Any  # [2], that its rows are scaled by
     copy_v: Any  # v^T comes in as an accumulator lies: ldmatrix turns [token, channel] tiles round
     v_s: Any
-    scale: Any
 
     def row(self, a: Any) -> Any:
         """Which of the 64 rows the thread's first or second is."""
@@ -73,7 +68,7 @@ def state_role(
     variant: cutlass.Constexpr,
 ):
     """The heads of a block, or its piece of one."""
-    w = make_walker(mmas, smem, part, scalars.scale)
+    w = make_walker(mmas, smem, part)
     if cutlass.const_expr(variant.parts == 1):
         walk(w, tma_v, states, scalars, items, plan, smem, bars, I32(0), variant)
     else:
@@ -82,12 +77,12 @@ def state_role(
             n = walk(w, tma_v, states, scalars, items, whole_plan(items, item), smem, bars, n, variant)
 
 
-def make_walker(mmas: Any, smem: Any, part: Any, scale: Any) -> Walker:
+def make_walker(mmas: Any, smem: Any, part: Any) -> Walker:
     thread = cute.arch.thread_idx()[0] % 128
     thr_s = mmas.s.get_slice(thread)
-    accS, factor = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128))), cute.make_rmem_tensor((2,), F32)
     copy_v = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mmas.x).get_slice(thread)
-    return Walker(part, thread, mmas, accS, factor, copy_v, copy_v.partition_S(swapped(smem.v)), scale)
+    accS = thr_s.make_fragment_C(thr_s.partition_shape_C((64, 128)))
+    return Walker(part, thread, mmas, accS, copy_v, copy_v.partition_S(swapped(smem.v)))
 
 
 @cute.jit
@@ -110,7 +105,6 @@ def walk(
     of_v = copy_of(tma_v, smem.v, cute.local_tile(of_head, (64, 64), (None, rows)))
     if wid == 0 and plan.start < end:
         ask_for_values(of_v, bars, part, plan.start, n)
-    w.factor.fill(1.0)
     w.accS.fill(0.0)
     if plan.start == 0 and plan.is_map == 0:
         read_state(w, states, scalars, plan.seq, hv, rows)
@@ -118,21 +112,19 @@ def walk(
         for chunk in cutlass.range(plan.start, plan.middle, unroll=1):
             if wid == 0 and chunk + 1 < end:
                 ask_for_values(of_v, bars, part, chunk + 1, n + 1)
-            state_step(w, smem, bars, n, None, tokens - chunk * 64, True, variant.dtype)
+            state_step(w, smem, bars, n, None, tokens - chunk * 64, True)
             n += 1
         if plan.is_map == 1:
-            chain(w, states.handed, plan.record, items.rank, smem, bars, variant.dtype)
+            chain(w, states.handed, plan.record, items.rank, smem, bars)
     for chunk in cutlass.range(plan.middle, end, unroll=1):
         if cutlass.const_expr(is_half):  # noqa: SIM102 (known when this is compiled, which the other is not)
             if chunk == plan.export_at:
-                hand_on(w, states.handed, plan.record + 2, variant.dtype)
+                hand_on(w, states.handed, plan.record + 2)
         if wid == 0 and chunk + 1 < end:
             ask_for_values(of_v, bars, part, chunk + 1, n + 1)
         shown = chunk - plan.middle if cutlass.const_expr(is_half) else n
-        state_step(w, smem, bars, n, shown, tokens - chunk * 64, True, variant.dtype)
+        state_step(w, smem, bars, n, shown, tokens - chunk * 64, True)
         n += 1
-    if cutlass.const_expr(variant.dtype is F16):
-        unscale_rows(rows_and_columns(w.accS), w.factor)
     if plan.is_last == 1:
         write_state(w, states, scalars, plan.seq, hv, rows)
     return n
@@ -157,12 +149,10 @@ def state_step(
     shown: cutlass.Constexpr,
     left: I32,
     sees_v: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
 ):
     """The state over the block's n-th chunk. `shown` is how many before it had an output; None: this one has none. M of a map
     sees no v."""
-    part, mmas, accS, factor = w.part, w.mmas, w.accS, w.factor
-    has_output, is_f16 = cutlass.const_expr(shown is not None), cutlass.const_expr(dtype is F16)
+    part, mmas, accS, has_output = w.part, w.mmas, w.accS, cutlass.const_expr(shown is not None)
     stage, of_vectors, of_v, c = n & 3, n & 7, 2 * w.part + (n & 1), w.thread % 4
     place, turn = stage_of_t(smem, n)
     thr_x, thr_t, thr_s = mmas.x.get_slice(w.thread), mmas.t.get_slice(w.thread), mmas.s.get_slice(w.thread)
@@ -173,45 +163,38 @@ def state_step(
     k_swapped = thr_s.make_fragment_B(thr_s.partition_B(swapped(smem.k)))  # [N = dk, K = token]
     if cutlass.const_expr(sees_v):
         cute.arch.mbarrier_wait(bars.v_full + of_v, (n >> 1) & 1)
-    half = rounded(accS, dtype)
-    if cutlass.const_expr(is_f16):
-        keep_in_range(accS, half, values(w, accX, of_v, left) if cutlass.const_expr(sees_v) else None, factor)
+    half = rounded(accS)
 
     if cutlass.const_expr(has_output):
         cute.arch.mbarrier_wait(bars.s_empty + part, (shown + 1) & 1)
     cute.arch.mbarrier_wait(bars.k_ready + stage, (n >> 2) & 1)
-    decay = smem.vectors[DECAY, of_vectors]
     issue(mmas.x, accX, seen_as_a(half), k[None, None, None, stage], False)
-    # No branch while the product runs: the compiler would have S wait for it there.
+    # No branch while the product runs, or the compiler waits for it there. It would where S decays, too, which comes later.
     if cutlass.const_expr(has_output):
         w.store(half, smem.S[None, None, part])
         cute.arch.fence_proxy("async.shared", space="cta")
-    accS.store(accS.load() * decay)
     warpgroup.wait_group(0)
     if cutlass.const_expr(has_output):
         arrive(bars.s_full + part)
     power = read_pairs(smem.vectors, POWER, of_vectors, c)  # not before, and v once more: there are no registers
-    predict(values(w, accX, of_v, left) if cutlass.const_expr(sees_v) else None, accX, power, factor, dtype)
+    predict(values(w, accX, of_v, left) if cutlass.const_expr(sees_v) else None, accX, power)
     if cutlass.const_expr(sees_v):
         arrive(bars.v_empty + of_v)
 
     cute.arch.mbarrier_wait(bars.t_ready + place, turn)
-    issue(mmas.t, accE, seen_as_a(rounded(accX, dtype)), T[None, None, None, place], False)
+    issue(mmas.t, accE, seen_as_a(rounded(accX)), T[None, None, None, place], False)
+    accS.store(accS.load() * smem.vectors[DECAY, of_vectors])
     into_state = read_pairs(smem.vectors, INTO_STATE, of_vectors, c)
     warpgroup.wait_group(0)
-    error = rounded(accE, dtype)
+    error = rounded(accE)
     E = rows_and_columns(accE)
     for j in cutlass.range_constexpr(16):
         for a in cutlass.range_constexpr(2):
             E[a, j] = E[a, j] * into_state[j]
-    issue(mmas.s, accS, seen_as_a(rounded(accE, dtype)), k_swapped[None, None, None, stage], True)
+    issue(mmas.s, accS, seen_as_a(rounded(accE)), k_swapped[None, None, None, stage], True)
     if cutlass.const_expr(has_output):
         cute.arch.mbarrier_wait(bars.e_empty + part, (shown + 1) & 1)
         store_tile(mmas.t, w.thread, error, smem.E[None, None, part])
-        if cutlass.const_expr(is_f16):  # noqa: SIM102 (likewise)
-            if c == 0:
-                for a in cutlass.range_constexpr(2):
-                    smem.unit[w.row(a), part] = w.scale * inverse_of(factor[a])
         publish(bars.e_full + part)
     warpgroup.wait_group(0)
     arrive(bars.k_empty + stage)
@@ -226,8 +209,8 @@ def values(w: cutlass.Constexpr, accX: cute.Tensor, of_v: I32, left: I32):
 
 
 @cute.jit
-def predict(rV: cutlass.Constexpr, accX: cute.Tensor, power: cute.Tensor, factor: cute.Tensor, dtype: cutlass.Constexpr):
-    """X <- v^T, in the state's scale, less what was predicted of it."""
+def predict(rV: cutlass.Constexpr, accX: cute.Tensor, power: cute.Tensor):
+    """X <- v^T less what was predicted of it."""
     X, both = rows_and_columns(accX), cute.make_rmem_tensor((2,), F32)
     if cutlass.const_expr(rV is None):
         for j in cutlass.range_constexpr(16):
@@ -239,8 +222,7 @@ def predict(rV: cutlass.Constexpr, accX: cute.Tensor, power: cute.Tensor, factor
             for a in cutlass.range_constexpr(2):
                 bits[0], bits[1] = words[j + a] << 16, words[j + a] & I32(-0x10000)
                 for i in cutlass.range_constexpr(2):
-                    v = both[i] * factor[a] if cutlass.const_expr(dtype is F16) else both[i]
-                    X[a, j + i] = v - power[j + i] * X[a, j + i]
+                    X[a, j + i] = both[i] - power[j + i] * X[a, j + i]
 
 
 def store_tile(mma: Any, thread: Any, x: Any, to: Any) -> None:

@@ -20,14 +20,15 @@ from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
 from tests.ops.cute import test_gdn as hopper
 from tests.ops.cute.test_compile import accesses_before_waiting, complaints
-from tests.ops.cute.test_gdn import STATE_TOLERANCE, Case, D
+from tests.ops.cute.test_gdn import Case, D
 from tests.support.cute import COMMIT, TMEM_LOAD_WAIT, TMEM_STORE_WAIT, count_waits, needs_dsl, removals, without_the_wait
 from tests.support.variants import BLACKWELL_GDN
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, BULK_STORE_WAIT, MBARRIER_WAIT, NAMED_BARRIER, change, replace, without
 
 SM, ARCH, NUM_SMS = (10, 0), "sm_100a", 148
-TOLERANCE = {True: 2e-3, False: 8e-3}  # of o, by whether keys are normalised in the kernel; rounding it alone is 1.7e-3
+# Of o and states, by whether keys are normalised in the kernel: then operands are fp16. Rounding o alone is 1.7e-3.
+TOLERANCE, STATE_TOLERANCE = {True: 2e-3, False: 8e-3}, {True: 1.5e-3, False: 8e-3}
 slow = pytest.mark.slow
 pytestmark = pytest.mark.skipif(build.missing() is not None and not torch.cuda.is_available(), reason=str(build.missing()))
 
@@ -223,7 +224,7 @@ WAITS = {
 
 
 def test_waits_are_all_counted(use):
-    text = ptx.compiled("gdn_f16_whole", ARCH).ptx
+    text = ptx.compiled("gdn_norm_whole", ARCH).ptx
     assert count_waits(text, WAITS) == {what: count for what, (count, _) in WAITS.items()}
 
 
@@ -278,8 +279,8 @@ def test_the_kernels_of_a_call_are_named(sm):
     def names(**sizes):
         return backend.kernels("gdn_fwd", dataclasses.replace(TABLE, sm=sm, **sizes), NUM_SMS)
 
-    assert names(B=8, N=8) == ("gdn_f16_whole",)
-    assert names(B=8, N=8, options=GdnOptions()) == ("gdn_bf16_whole",)
+    assert names(B=8, N=8) == ("gdn_norm_whole",)
+    assert names(B=8, N=8, options=GdnOptions()) == ("gdn_plain_whole",)
     assert names() == ("kda_f16_log_f32_scalar",)
     assert names(B=8, N=8, checkpoint_dtype=torch.bfloat16) == ("kda_f16_log_f32_scalar",)
 
@@ -295,7 +296,7 @@ def test_how_a_call_is_served_is_told(monkeypatch):
 # The first use on a machine
 
 
-@pytest.mark.parametrize(("sizes", "kernel"), [({"B": 8, "N": 8}, "gdn_f16_whole"), ({}, "kda_f16_log_f32_scalar")], ids=str)
+@pytest.mark.parametrize(("sizes", "kernel"), [({"B": 8, "N": 8}, "gdn_norm_whole"), ({}, "kda_f16_log_f32_scalar")], ids=str)
 def test_the_kernel_that_takes_a_call_is_the_one_that_is_checked(monkeypatch, sizes, kernel):
     asked = []
     monkeypatch.setattr(loader, "missing", lambda arch: None)
