@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of arguments that are wrong on purpose."""
+"""Descriptions of the same arguments in two orders, for `kernels/described.py`."""
 
-from cula.ops.cute.abi import Abi
+from cula.ops.cute.abi import Abi, addresses, f32, i32
 
-
-def swapped(abi, one, other):
-    """The same description with two arguments exchanged."""
-    names = [a.name for a in abi.args]
-    args, i, j = list(abi.args), names.index(one), names.index(other)
-    args[i], args[j] = args[j], args[i]
-    return Abi(abi.name, tuple(args))
+ORDERS = {
+    "as_read": Abi("sum", addresses(x=4, y=4, o=4), i32("n"), f32("scale", "shift")),
+    "swapped": Abi("sum", addresses(y=4, o=4, x=4), f32("shift", "scale"), i32("n")),
+}

@@ -5,9 +5,8 @@ An `Abi` lists the arguments of a host function by name, in order, with their ty
 
     ABI = Abi("kda", addresses(q=16, k=16, ..., cu=4), i64("q_token", "q_head"), i32("T", "N"), f32("scale"))
 
-Everything that handles those arguments is made from it: the host call (`pack`), what the function is compiled for
-(`common/arguments.py`), the recorded launch (`alignments`), and the simulator's arguments, which are the host call's. The host
-function itself spells its parameters out, and `check_host_function` compares them with the description before any compiling.
+Everything that handles those arguments is made from it: the host call (`pack_addresses`, `pack_numbers`), the function that is
+compiled (`common/arguments.py`), the recorded launch (`alignment`), and the simulator's arguments, which are the host call's.
 
 A `Workspace` lists what kernels of one call hand on to each other, section by section. Its offsets are computed by the same
 function on the host, with numbers, and in the host function, with the DSL's own integers.
@@ -15,15 +14,12 @@ function on the host, with numbers, and in the host function, with the DSL's own
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ADDRESS, I64, I32, F32 = "address", "i64", "i32", "f32"
-# How a host function may annotate a parameter of each type.
-ANNOTATIONS = {ADDRESS: ("Int64",), I64: ("Int64",), I32: ("I32", "Int32"), F32: ("F32", "Float32")}
 RANGES = {I64: 2**63, I32: 2**31}
 TMA_BYTES = 16  # addresses and strides that TMA reads from are multiples of this
 
@@ -114,17 +110,6 @@ class Abi:
         if not -RANGES[a.type] <= x < RANGES[a.type]:
             raise OverflowError(f"{self.name}: {a.name} is {x}, which does not fit {a.type}")
         return int(x)
-
-
-def check_host_function(abi: Abi, host: Callable[..., Any]) -> None:
-    """TypeError unless the host function's parameters up to its `stream` are those of the description: names, order and types."""
-    parameters = list(itertools.takewhile(lambda p: p.name != "stream", inspect.signature(host).parameters.values()))
-    for a, p in itertools.zip_longest(abi.args, parameters):
-        annotation = None if p is None else p.annotation if isinstance(p.annotation, str) else p.annotation.__name__
-        if a is None or p is None or p.name != a.name or annotation not in ANNOTATIONS[a.type]:
-            described = "nothing" if a is None else f"{a.name}: {a.type}"
-            found = "nothing" if p is None else f"{p.name}: {annotation}"
-            raise TypeError(f"{abi.name}: the description has {described} where the host function has {found}")
 
 
 @dataclass(frozen=True)

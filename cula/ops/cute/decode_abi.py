@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host side of decode and its kernels agree on. Free of cutlass, which the host side does without.
 
-`DECODE` lists the arguments of `decode_host` (`decode_frame.py`); one list serves every kernel of both families, and a tensor
+`DECODE` lists the arguments of `decode_host` (`decode_frame.py`); one list serves every kernel of all families, and a tensor
 that a family or a call does not have is passed as address 0 with strides of 0.
 """
 
@@ -53,13 +53,12 @@ DECODE = Abi(
 
 
 # Draft tokens: the call goes token by token, and the state after each may be kept (`common/decode_steps.py`).
-STEPS = Abi(
-    "decode_steps",
-    DECODE.addresses,
-    addresses(num_accepted_tokens=4, intermediate_states=16, intermediate_state_indices=4, cu_seqlens=4),
-    DECODE.numbers,
-    i64("kept_row", "kept_token", "kept_head", "token_slot_stride", "accepted_stride", "kept_rows_stride", "offsets_stride"),
-)
+_OF_DRAFTS = addresses(num_accepted_tokens=4, intermediate_states=16, intermediate_state_indices=4, cu_seqlens=4)
+_STRIDES_OF_DRAFTS = i64(
+    "kept_row", "kept_token", "kept_head", "token_slot_stride", "accepted_stride", "kept_rows_stride", "offsets_stride"
+)  # fmt: skip
+STEPS = Abi("decode_steps", DECODE.addresses, _OF_DRAFTS, DECODE.numbers, _STRIDES_OF_DRAFTS)
+BESIDES = tuple(a.name for a in (*_OF_DRAFTS, *_STRIDES_OF_DRAFTS))  # what it has that `DECODE` has not
 
 
 @functools.cache

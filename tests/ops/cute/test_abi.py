@@ -3,13 +3,9 @@
 
 import pytest
 
-from cula.ops.cute.abi import Abi, InTurns, Section, Workspace, addresses, check_host_function, f32, i32, i64
+from cula.ops.cute.abi import Abi, InTurns, Section, Workspace, addresses, f32, i32, i64
 
 TOY = Abi("toy", addresses(q=16, o=16), i64("q_token"), i32("T"), f32("scale"))
-
-
-def host(q: "Int64", o: "Int64", q_token: "Int64", T: "I32", scale: "F32", stream, kind: "Constexpr"):  # noqa: F821
-    """As kernels' host functions spell their parameters out."""
 
 
 def test_arguments_come_in_the_described_order_and_type():
@@ -45,21 +41,6 @@ def test_variants_may_read_in_other_pieces():
     assert (other.alignment, TOY.alignment) == ({"q": 16, "o": 2}, {"q": 16, "o": 16})
     with pytest.raises(ValueError, match=r"toy: \['T'\] are not addresses"):
         TOY.with_alignment(T=4)
-
-
-@pytest.mark.parametrize(
-    ("abi", "message"),
-    [
-        (Abi("toy", addresses(o=16, q=16), i64("q_token"), i32("T"), f32("scale")), "has o: address where .* has q: Int64"),
-        (Abi("toy", addresses(q=16, o=16), i32("q_token", "T"), f32("scale")), "has q_token: i32 where .* has q_token: Int64"),
-        (Abi("toy", addresses(q=16, o=16), i64("q_token"), i32("T")), "has nothing where .* has scale: F32"),
-        (Abi("toy", addresses(q=16, o=16), i64("q_token"), i32("T"), f32("scale", "beta")), "has beta: f32 where .* has nothing"),
-    ],
-)
-def test_a_host_function_must_take_what_is_described(abi, message):
-    check_host_function(TOY, host)
-    with pytest.raises(TypeError, match=message):
-        check_host_function(abi, host)
 
 
 def test_sections_of_a_workspace_follow_each_other():

@@ -22,10 +22,8 @@ from cula.core.problem import DecodeOptions, DecodeProblem
 from cula.kda.problem import KdaDecodeInputs
 from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
-from cula.ops.cute.decode_abi import DECODE
 from cula.ops.cute.toolchain import loader, self_check, variants
 from cula.reference import relative_error
-from tests.support.abi import swapped
 from tests.support.cute import needs_dsl, skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tests.support.variants import BLACKWELL_DECODE, DECODE_STEPS, HOPPER_DECODE
@@ -366,17 +364,6 @@ def test_one_code_serves_both_blackwells():
     for name in names:
         one, other = (ptx.compiled(name, arch).ptx for arch in ("sm_100a", "sm_103a"))
         assert one.replace(".target sm_100a", ".target sm_103a") == other, name
-
-
-@needs_dsl
-@pytest.mark.parametrize("names", [("q", "k"), ("g", "beta"), ("scale", "lower_bound"), ("q_row", "k_row"), ("N", "HV")], ids=str)
-def test_swapped_arguments_are_noticed_before_any_launch(names):
-    from cula.ops.cute.common.arguments import fake_arguments
-    from cula.ops.cute.common.decode_frame import decode_host
-
-    fake_arguments(DECODE, decode_host)
-    with pytest.raises(TypeError, match=f"decode: the description has {names[1]}: .* where the host function has {names[0]}"):
-        fake_arguments(swapped(DECODE, *names), decode_host)
 
 
 @pytest.mark.parametrize("T", [2, 3, 4, 8])

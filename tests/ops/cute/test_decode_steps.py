@@ -20,11 +20,9 @@ from cula.kda.problem import KdaDecodeInputs
 from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
 from cula.ops.cute.archs import find_arch
-from cula.ops.cute.decode_abi import STEPS
 from cula.ops.cute.toolchain import loader
 from cula.reference import kda, lightning, relative_error
-from tests.support.abi import swapped
-from tests.support.cute import needs_dsl, skip_without_dsl
+from tests.support.cute import skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tests.support.variants import DECODE_STEPS
 from tools import ptx
@@ -231,16 +229,6 @@ def test_interpreted_for_blackwell(interpreted, case):
 def test_cases_take_every_variant():
     taken = {decode.variant(make(case, "cpu").problem) for case in CASES}
     assert taken == set(DECODE_STEPS)
-
-
-@needs_dsl
-@pytest.mark.parametrize("names", [("num_accepted_tokens", "intermediate_states"), ("kept_row", "kept_token")], ids=str)
-def test_swapped_arguments_are_noticed_before_any_launch(names):
-    from cula.ops.cute.common.arguments import fake_arguments
-    from cula.ops.cute.common.decode_steps import steps_host
-
-    with pytest.raises(TypeError, match=f"the description has {names[1]}: .* where the host function has {names[0]}"):
-        fake_arguments(swapped(STEPS, *names), steps_host)
 
 
 @pytest.mark.parametrize("how", ["python", "c"])

@@ -1,35 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses from host to kernel for KDA: one description makes the call, what is compiled, and the workspace."""
 
+import json
+
 import pytest
 import torch
 
 from cula.ops.cute import kda, kda_abi, launch
 from cula.ops.cute.kda_schedule import fused, schedule, split_into
-from cula.ops.cute.toolchain import build, variants
+from cula.ops.cute.toolchain import loader, variants
 from tests.ops.cute.test_kda import CASES, NUM_SMS, Case, make
-from tests.support.abi import swapped
 
-needs_dsl = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-HOSTS = {"split": (kda_abi.SPLIT, "cula.ops.cute.sm90.kda"), "fused": (kda_abi.FUSED, "cula.ops.cute.sm90.kda_fused")}
+ARCH, KERNEL = "sm_90a", "kda_f16_gate_bf16"
 
 
-@needs_dsl
-@pytest.mark.parametrize("which", HOSTS)
-@pytest.mark.parametrize(
-    "names", [("q", "k"), ("v", "o"), ("q_token", "q_head"), ("T", "N"), ("scale", "lower"), ("H", "scale")], ids=str
-)
-def test_arguments_that_change_places_fail_before_any_launch(monkeypatch, which, names):
-    """Nothing can be compiled, and compiled kernels are of other sources: the description is a part of their digest."""
-    abi, module = HOSTS[which]
-    variants.collect([module])
-    monkeypatch.setattr(kda_abi, which.upper(), swapped(abi, *names))
-    with pytest.raises(TypeError, match=f"the description has {names[1]}: .* where the host function has {names[0]}: "):
-        variants.collect([module])
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A folder of compiled kernels, as their manifest says of just these sources."""
+    (tmp_path / ARCH).mkdir()
+    manifest = {"sources": variants.source_hash(variants.modules_of(ARCH)), "kernels": {KERNEL: {}}}
+    (tmp_path / ARCH / loader.MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / ARCH / f"{KERNEL}.so").touch(0o600)
+    monkeypatch.setenv("CULA_KERNEL_DIR", str(tmp_path))
+    yield tmp_path
+    variants.source_hash.cache_clear()
 
 
-def test_the_description_is_a_part_of_the_digest_of_kernels():
-    assert variants.CUTE / "kda_abi.py" in variants.SHARED
+@pytest.mark.parametrize("names", [("q=", "k="), ("h0=", "ht="), ('"T"', '"N"'), ('"scale"', '"lower"')], ids=str)
+def test_kernels_whose_arguments_changed_places_are_refused_before_any_launch(monkeypatch, folder, names):
+    """The call and the function that is compiled are made from one description, so only kernels that were compiled before could
+    differ from it. They are of other sources then: the description is a part of their digest."""
+    assert loader.locate(KERNEL, ARCH, variants.modules_of(ARCH)) == folder / ARCH / f"{KERNEL}.so"
+    monkeypatch.setattr(variants, "SHARED", tuple(with_names_swapped(path, folder, *names) for path in variants.SHARED))
+    variants.source_hash.cache_clear()
+    with pytest.raises(RuntimeError, match="was compiled from other sources"):
+        loader.locate(KERNEL, ARCH, variants.modules_of(ARCH))
+
+
+def with_names_swapped(path, folder, one, other):
+    """KDA's description with two arguments exchanged; other files as they are."""
+    text = path.read_text()
+    if path.name != "kda_abi.py":
+        return path
+    assert text.count(one) > 0 < text.count(other)
+    copy = folder / path.name
+    copy.write_text(text.replace(one, "\0").replace(other, one).replace("\0", other))
+    return copy
 
 
 @pytest.fixture

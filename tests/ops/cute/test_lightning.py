@@ -21,9 +21,7 @@ from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_schedule import choose_schedule, make_schedule
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
-from tests.support.abi import swapped
 from tests.support.calls import TOLERANCE, LightningCall
-from tests.support.cute import needs_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
 from tools.ptx.mutate import WGMMA_WAIT, without, without_wait
@@ -259,19 +257,6 @@ def test_which_pools_are_updated_in_place():
     ):
         found = lightning.pool_why_not(dataclasses.replace(HOPPER, **changes))
         assert found is None if reason is None else found.startswith(reason)
-
-
-@needs_dsl
-@pytest.mark.parametrize("names", [("q", "k"), ("h0", "ht"), ("H", "HV"), ("has_h0", "has_ht"), ("segment", "length")], ids=str)
-def test_swapped_arguments_are_noticed_before_any_launch(names):
-    from cula.ops.cute.common.arguments import fake_arguments
-    from cula.ops.cute.common.lightning import lightning_host
-    from cula.ops.cute.sm90.lightning import CONFIGS, LightningSm90
-
-    target = LightningSm90(CONFIGS["d128"])
-    fake_arguments(LIGHTNING, lightning_host, target)
-    with pytest.raises(TypeError, match=r"lightning: the description has .* where the host function has"):
-        fake_arguments(swapped(LIGHTNING, *names), lightning_host, target)
 
 
 def test_a_strided_packed_projection_is_read_as_it_lies(device):

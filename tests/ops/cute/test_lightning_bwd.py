@@ -23,9 +23,8 @@ from cula.ops.cute.lightning_schedule import BACKWARD, choose_schedule, make_sch
 from cula.ops.cute.toolchain import loader, self_check
 from cula.reference import relative_error
 from tests.ops.cute.test_lightning import HOPPER, NUM_SMS, check_lightning
-from tests.support.abi import swapped
 from tests.support.calls import LightningCall
-from tests.support.cute import needs_dsl, poison_new_memory, skip_without_dsl
+from tests.support.cute import poison_new_memory, skip_without_dsl
 from tests.support.orders import in_each_order
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
@@ -245,19 +244,6 @@ def test_a_batch_invariant_sequence_is_split_by_its_own_length():
                                                (131072, 8, ["bwd_lightning_ends_d128", "bwd_lightning_d128"])])  # fmt: skip
 def test_the_kernels_of_a_call_are_named(T, H, names):
     assert list(lightning.kernels("lightning_bwd", dataclasses.replace(TRAINING, T=T, H=H, HV=H), NUM_SMS)) == names
-
-
-@needs_dsl
-@pytest.mark.parametrize("names", [("q", "do"), ("dht", "dh0"), ("has_h0", "has_dht"), ("segment", "length")], ids=str)
-def test_swapped_arguments_are_noticed_before_any_launch(names):
-    from cula.ops.cute.common.arguments import fake_arguments
-    from cula.ops.cute.sm90.lightning import CONFIGS
-    from cula.ops.cute.sm90.lightning_bwd import LightningBwdSm90
-
-    host = LightningBwdSm90(CONFIGS["d128"])
-    fake_arguments(LIGHTNING_BWD, host)
-    with pytest.raises(TypeError, match=r"lightning_bwd: the description has .* where the host function has"):
-        fake_arguments(swapped(LIGHTNING_BWD, *names), host)
 
 
 @pytest.fixture(params=["python", "c"])

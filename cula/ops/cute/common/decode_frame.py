@@ -56,7 +56,7 @@ from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common import decode_kda_intra, decode_lightning, decode_one
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.decode_call import BLOCKS, Call, D, Place
 from cula.ops.cute.common.decode_kda_bf16 import KdaBf16
 from cula.ops.cute.common.decode_kda_f32 import KdaF32
@@ -65,7 +65,7 @@ from cula.ops.cute.common.decode_lightning_f32 import LightningF32
 from cula.ops.cute.common.decode_memory import fence, number_at, select
 from cula.ops.cute.common.decode_one import OneToken
 from cula.ops.cute.common.tiles import F32, I32
-from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKENS, Flag
+from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag
 from cula.ops.cute.toolchain.variants import Variant
 
 
@@ -186,83 +186,34 @@ def allocate(sizes: tuple[int, ...]) -> Any:
 
 
 @cute.jit
-def decode_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    state: Int64,
-    state_indices: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    decay: Int64,
-    o: Int64,
-    q_row: Int64,
-    k_row: Int64,
-    v_row: Int64,
-    o_row: Int64,
-    g_row: Int64,
-    beta_row: Int64,
-    slot_stride: Int64,
-    index_stride: Int64,
-    q_token: I32,
-    q_head: I32,
-    k_token: I32,
-    k_head: I32,
-    v_token: I32,
-    v_head: I32,
-    o_token: I32,
-    o_head: I32,
-    g_token: I32,
-    g_head: I32,
-    beta_token: I32,
-    beta_head: I32,
-    A_head: I32,
-    bias_head: I32,
-    bias_channel: I32,
-    decay_head: I32,
-    scale: F32,
-    lower_bound: F32,
-    beta_top: F32,
-    N: I32,
-    HV: I32,
-    group: I32,
-    tokens: I32,
-    slots: I32,
-    flags: I32,
-    stream,
-    rows: cutlass.Constexpr,
-):
-    """The arguments that `DECODE` describes, with strides in elements: numbers only, because to hand over a tensor costs the
-    caller microseconds. `tokens` is at most the kernel's T."""
-    decode_kernel(
-        (q, k, v, state, *(select(x != 0, x, q) for x in (state_indices, g, beta, A_log + decay, dt_bias)), o),
-        (q_row, k_row, v_row, o_row, g_row, beta_row, slot_stride, index_stride),
-        (
-            (q_token, q_head),
-            (k_token, k_head),
-            (v_token, v_head),
-            (o_token, o_head),
-            (g_token, g_head),
-            (beta_token, beta_head),
-            A_head + decay_head,
-            (bias_head, bias_channel),
-        ),
-        (scale, lower_bound, beta_top),
-        tokens,
-        (Int64(2**30) + group - 1) // group,
-        slots,
-        flags,
-        rows,
-    ).launch(
-        grid=(D // rows.warp_rows // rows.warps, HV, N),
+def decode_host(x: cutlass.Constexpr, stream, rows: cutlass.Constexpr):
+    """The arguments that `DECODE` describes. `tokens` is at most the kernel's T."""
+    decode_kernel(*tensors_of(x), *numbers_of(x), rows).launch(
+        grid=(D // rows.warp_rows // rows.warps, x.HV, x.N),
         block=(32 * rows.warps, 1, 1),
         min_blocks_per_mp=rows.blocks,
         preferred_smem_carveout=28 if rows.T < 8 else 44,  # percent, 64 or 100 KB, for all blocks; the rest is L1
         use_pdl=True,
         stream=stream,
     )
+
+
+def tensors_of(x: Any) -> tuple[Any, ...]:
+    """Addresses, strides in elements of rows and slots, and of all else, and factors: what kernels take of a call first. They are
+    numbers, because to hand over a tensor costs the caller microseconds."""
+    others = (select(at != 0, at, x.q) for at in (x.state_indices, x.g, x.beta, x.A_log + x.decay, x.dt_bias))
+    of_tokens = [(getattr(x, f"{name}_token"), getattr(x, f"{name}_head")) for name in TOKEN_TENSORS]
+    return (
+        (x.q, x.k, x.v, x.state, *others, x.o),
+        (*(getattr(x, f"{name}_row") for name in TOKEN_TENSORS), x.slot_stride, x.index_stride),
+        (*of_tokens, x.A_head + x.decay_head, (x.bias_head, x.bias_channel)),
+        (x.scale, x.lower_bound, x.beta_top),
+    )
+
+
+def numbers_of(x: Any) -> tuple[Any, ...]:
+    """And last: tokens, what a value head is multiplied by to find its head of keys, slots, flags."""
+    return x.tokens, (Int64(2**30) + x.group - 1) // x.group, x.slots, x.flags
 
 
 def decode_variants(tall_blocks: int = BLOCKS) -> Iterator[Variant]:
@@ -286,4 +237,4 @@ def decode_variants(tall_blocks: int = BLOCKS) -> Iterator[Variant]:
 
 
 def _variant(name: str, rows: Any) -> Variant:
-    return Variant(name, decode_host, fake_arguments(DECODE, decode_host, rows), uses=rows.uses)
+    return variant_of(name, DECODE, decode_host, rows, uses=rows.uses)

@@ -28,14 +28,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.decode_call import Call, D, Place
+from cula.ops.cute.common.decode_frame import numbers_of, tensors_of
 from cula.ops.cute.common.decode_memory import number_at, packed, select, size_of, vector_at, widened
 from cula.ops.cute.common.decode_one import CHANNELS, LANES, LOADS, SAME_ROW, OneToken, Token, addresses, intra
 from cula.ops.cute.common.decode_sums import sum_of_each
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32
-from cula.ops.cute.decode_abi import STEPS, Flag
+from cula.ops.cute.decode_abi import BESIDES, STEPS, Flag
 from cula.ops.cute.toolchain.variants import Variant
 
 HALF = D // 2  # channels between the pieces of a float32 row that a lane has
@@ -340,100 +341,10 @@ def is_null_slot(slot: Any, flags: Any) -> Any:
 
 
 @cute.jit
-def steps_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    state: Int64,
-    state_indices: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    decay: Int64,
-    o: Int64,
-    num_accepted_tokens: Int64,
-    intermediate_states: Int64,
-    intermediate_state_indices: Int64,
-    cu_seqlens: Int64,
-    q_row: Int64,
-    k_row: Int64,
-    v_row: Int64,
-    o_row: Int64,
-    g_row: Int64,
-    beta_row: Int64,
-    slot_stride: Int64,
-    index_stride: Int64,
-    q_token: I32,
-    q_head: I32,
-    k_token: I32,
-    k_head: I32,
-    v_token: I32,
-    v_head: I32,
-    o_token: I32,
-    o_head: I32,
-    g_token: I32,
-    g_head: I32,
-    beta_token: I32,
-    beta_head: I32,
-    A_head: I32,
-    bias_head: I32,
-    bias_channel: I32,
-    decay_head: I32,
-    scale: F32,
-    lower_bound: F32,
-    beta_top: F32,
-    N: I32,
-    HV: I32,
-    group: I32,
-    tokens: I32,
-    slots: I32,
-    flags: I32,
-    kept_row: Int64,
-    kept_token: Int64,
-    kept_head: Int64,
-    token_slot_stride: Int64,
-    accepted_stride: Int64,
-    kept_rows_stride: Int64,
-    offsets_stride: Int64,
-    stream,
-    rows: cutlass.Constexpr,
-):
+def steps_host(x: cutlass.Constexpr, stream, rows: cutlass.Constexpr):
     """The arguments that `STEPS` describes; see `decode_host`."""
-    steps_kernel(
-        (q, k, v, state, *(select(x != 0, x, q) for x in (state_indices, g, beta, A_log + decay, dt_bias)), o),
-        (q_row, k_row, v_row, o_row, g_row, beta_row, slot_stride, index_stride),
-        (
-            (q_token, q_head),
-            (k_token, k_head),
-            (v_token, v_head),
-            (o_token, o_head),
-            (g_token, g_head),
-            (beta_token, beta_head),
-            A_head + decay_head,
-            (bias_head, bias_channel),
-        ),
-        (scale, lower_bound, beta_top),
-        (
-            num_accepted_tokens,
-            intermediate_states,
-            intermediate_state_indices,
-            cu_seqlens,
-            kept_row,
-            kept_token,
-            kept_head,
-            token_slot_stride,
-            accepted_stride,
-            kept_rows_stride,
-            offsets_stride,
-        ),
-        tokens,
-        (Int64(2**30) + group - 1) // group,
-        slots,
-        flags,
-        rows,
-    ).launch(
-        grid=(D // rows.warp_rows, HV, N),
+    steps_kernel(*tensors_of(x), tuple(getattr(x, name) for name in BESIDES), *numbers_of(x), rows).launch(
+        grid=(D // rows.warp_rows, x.HV, x.N),
         block=(32, 1, 1),
         min_blocks_per_mp=rows.blocks,
         preferred_smem_carveout=0,  # percent: there are no tables, and all of it is L1
@@ -448,4 +359,4 @@ def steps_variants() -> Iterator[Variant]:
         for suffix, kind in (("", (True, False)), ("_scalar", (True, True)), ("_lightning", (False, False))):
             rows = Steps(*kind, dtype=dtype)
             name = f"decode_steps_{short}{suffix}"
-            yield Variant(name, steps_host, fake_arguments(STEPS, steps_host, rows), uses=rows.uses)
+            yield variant_of(name, STEPS, steps_host, rows, uses=rows.uses)

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from cula.ops.cute.common.arguments import tokens_of, vector_of
 from cula.ops.cute.common.fp16_window import from_bits
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, Tma, at_address
 from cula.ops.cute.gdn_abi import STATE
@@ -136,6 +137,45 @@ def whole_plan(items: cutlass.Constexpr, item: I32):
     seq, hv, begin, tokens = sequence_of(items, item)
     nothing = I32(0)
     return Plan(seq, hv, begin, tokens, nothing, nothing, (tokens + 63) // 64, nothing, I32(-1), nothing, I32(1))
+
+
+# A call's arguments, as `gdn_abi.py` describes them
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, and its numbers."""
+
+    q: Any  # [T, H, 128]
+    k: Any
+    v: Any  # [T, HV, 128]
+    o: Any
+    gates: GateInputs
+    states: States
+    scalars: Scalars
+    cu: Any  # [N + 1]
+
+
+def operands(x: Any) -> Operands:
+    """Those of a call's arguments."""
+    return Operands(
+        *(tokens_of(x, name, heads) for name, heads in (("q", x.H), ("k", x.H), ("v", x.HV), ("o", x.HV))),
+        GateInputs(
+            Scattered(x.g, x.g_token, x.g_head, x.g_bits),
+            Scattered(x.beta, x.beta_token, x.beta_head, x.beta_bits),
+            *(vector_of(F32, address, x.HV) for address in (x.A_log, x.dt_bias)),
+        ),
+        States(
+            *(of_states(address, slot, x.HV) for address, slot in ((x.h0, x.h0_slot), (x.ht, x.ht_slot))),
+            *(vector_of(I32, address, x.N) for address in (x.read_from, x.write_to)),
+        ),
+        Scalars(*(getattr(x, name) for name in Scalars._fields)),
+        vector_of(I32, x.cu, x.N + 1),
+    )
+
+
+def items_of(x: Any, cu: Any, **others: Any) -> Items:
+    """What there is to do."""
+    return Items(x.HV, x.HV // x.H, x.length, x.N * x.HV, cu, x.pieces, **others)
 
 
 # States in memory

@@ -17,7 +17,7 @@ from cutlass import Int64
 from cula.ops.cute import kda_abi
 from cula.ops.cute.abi import Abi
 from cula.ops.cute.arch import Arch
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import tokens_of, variant_of
 from cula.ops.cute.common.kda_intra import (
     THREADS,
     GateInputs,
@@ -27,7 +27,7 @@ from cula.ops.cute.common.kda_intra import (
 )
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
 from cula.ops.cute.common.kda_variant import KdaVariant, split_variants
-from cula.ops.cute.common.states import KeptStates, States
+from cula.ops.cute.common.states import KeptStates, States, kept_states_of, states_of
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -101,36 +101,31 @@ class Operands(NamedTuple):
     cu: Any  # [N + 1]
 
 
-def operands(abi: Abi, addresses: Any, strides: Any, sizes: Any, variant: KdaVariant) -> Operands:
-    """Tensors from addresses and strides, as `abi` aligns them."""
-    q, k, v, g, beta, A_log, dt_bias, o, cu = addresses
-    of_q, of_k, of_v, of_g, of_o, beta_token = strides
-    T, N, H, HV = sizes
+def operands(abi: Abi, x: Any, variant: KdaVariant, output: str = "o") -> Operands:
+    """Tensors of a call's arguments, as `abi` aligns them; `output` is o, or its gradient."""
     align = kda_abi.of_gates(abi, variant.is_scalar, variant.g_type.width // 8).alignment
-    mQ, mK, mV, mO = [
-        of_tokens(at_address(BF16, at, align[name]), T, heads, 128, of)
-        for name, at, heads, of in (("q", q, H, of_q), ("k", k, H, of_k), ("v", v, HV, of_v), ("o", o, HV, of_o))
-    ]
-    at_g = at_address(variant.g_type, g, align["g"])
-    by_token = cute.make_layout((T, HV), stride=(beta_token, 1))
-    of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+    at_g, of_g = at_address(variant.g_type, x.g, align["g"]), (x.g_token, x.g_head)
+    by_token = cute.make_layout((x.T, x.HV), stride=(x.beta_token, 1))
+    of_bias = cute.make_layout((x.HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
     has_channels = not (variant.is_scalar or variant.has_gate_tile)
-    of_gates = cute.make_layout((T, HV, 128), stride=(*of_g, 1)) if has_channels else cute.make_layout((T, HV), stride=of_g)
+    of_channels, of_heads = (x.T, x.HV, 128), (x.T, x.HV)
+    of_gates = cute.make_layout(of_channels, stride=(*of_g, 1)) if has_channels else cute.make_layout(of_heads, stride=of_g)
     gates = GateInputs(
         mGate=cute.make_tensor(at_g, of_gates),
-        mBeta=cute.make_tensor(at_address(F32, beta, 4), by_token),
-        mBeta16=cute.make_tensor(at_address(BF16, beta, align["beta"]), by_token),
-        mA=cute.make_tensor(at_address(F32, A_log, align["A_log"]), cute.make_layout(HV)),
-        mBias=cute.make_tensor(at_address(F32, dt_bias, align["dt_bias"]), of_bias),
+        mBeta=cute.make_tensor(at_address(F32, x.beta, 4), by_token),
+        mBeta16=cute.make_tensor(at_address(BF16, x.beta, align["beta"]), by_token),
+        mA=cute.make_tensor(at_address(F32, x.A_log, align["A_log"]), cute.make_layout(x.HV)),
+        mBias=cute.make_tensor(at_address(F32, x.dt_bias, align["dt_bias"]), of_bias),
     )
+    mK = tokens_of(x, "k", x.H, align=align["k"])
     return Operands(
-        q=mQ,
+        q=tokens_of(x, "q", x.H, align=align["q"]),
         k=mK,
-        v=mV,
-        o=mO,
-        gate=of_tokens(at_g, T, HV, 128, of_g) if variant.has_gate_tile else mK,
+        v=tokens_of(x, "v", x.HV, align=align["v"]),
+        o=tokens_of(x, output, x.HV, align=align[output]),
+        gate=of_tokens(at_g, x.T, x.HV, 128, of_g) if variant.has_gate_tile else mK,
         gates=gates,
-        cu=cute.make_tensor(at_address(I32, cu, align["cu"]), cute.make_layout(N + 1)),
+        cu=cute.make_tensor(at_address(I32, x.cu, align["cu"]), cute.make_layout(x.N + 1)),
     )
 
 
@@ -160,126 +155,54 @@ def work_at(workspace: Any, chunks: Any, segments: Any, HV: Any, dtype: Any, has
 
 
 @cute.jit
-def split_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    o: Int64,
-    h0: Int64,
-    ht: Int64,
-    cu: Int64,
-    read_from: Int64,
-    write_to: Int64,
-    has_state: Int64,
-    kept: Int64,
-    kept_offsets: Int64,
-    workspace: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    o_token: Int64,
-    o_head: Int64,
-    beta_token: Int64,
-    state_step: Int64,
-    index_step: Int64,
-    mask_step: Int64,
-    kept_step: Int64,
-    state_kind: I32,
-    index_bits: I32,
-    first_slot: I32,
-    num_slots: I32,
-    kept_kind: I32,
-    kept_mode: I32,
-    kept_every: I32,
-    kept_rows: I32,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    lower: F32,
-    beta_top: F32,
-    beta_bits: I32,
-    has_h0: I32,
-    has_ht: I32,
-    length: I32,
-    halvings: I32,
-    chunks: I32,
-    segments: I32,
-    per_segment: I32,
-    per_chained_segment: I32,
-    has_transitions: I32,
-    helpers: I32,
-    longest: I32,
-    stream,
-    variant: cutlass.Constexpr,
-    target: cutlass.Constexpr,
-):
+def split_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr, target: cutlass.Constexpr):
     """The arguments of `kda_abi.SPLIT`; launches the intra-chunk kernel and then the recurrence."""
     dtype, traits = variant.dtype, target.arch.kda
-    longest = longest if traits.has_fused and dtype is F16 else None  # the fused kernel's, or this one's whatever there is
-    x = operands(
-        kda_abi.SPLIT,
-        (q, k, v, g, beta, A_log, dt_bias, o, cu),
-        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
-        (T, N, H, HV),
-        variant,
-    )
-    work = work_at(workspace, chunks, segments, HV, dtype, traits.has_whole_squares)
+    longest = x.longest if traits.has_fused and dtype is F16 else None  # the fused kernel's, or this one's whatever there is
+    of = operands(kda_abi.SPLIT, x, variant)
+    work = work_at(x.workspace, x.chunks, x.segments, x.HV, dtype, traits.has_whole_squares)
     lt = tile_layout(64, 128)
     tma = IntraTma(
-        q=tma_load(by_head(x.q), lt, (64, 128)),
-        k=tma_load(by_head(x.k), lt, (64, 128)),
-        g=tma_load(by_head(x.gate), lt, (64, 128)),
+        q=tma_load(by_head(of.q), lt, (64, 128)),
+        k=tma_load(by_head(of.k), lt, (64, 128)),
+        g=tma_load(by_head(of.gate), lt, (64, 128)),
         tiles=tma_store(work.tiles, tile_layout(64, 128, dtype=dtype), (64, 128)),
     )
     target.intra_kernel(
         tma,
-        x.gates,
+        of.gates,
         IntraResults(work.T, work.P, work.vec, work.done),
-        x.cu,
-        IntraScalars(scale, lower, beta_top, beta_bits, longest),
-        length,
-        halvings,
-        HV // H,
+        of.cu,
+        IntraScalars(x.scale, x.lower, x.beta_top, x.beta_bits, longest),
+        x.length,
+        x.halvings,
+        x.HV // x.H,
         intra_mmas(),
         lt,
         variant,
         traits.has_whole_squares,
     ).launch(
-        grid=(HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1)),
+        grid=grid_of_chunks(x),
         block=(THREADS, 1, 1),
         stream=stream,
         min_blocks_per_mp=traits.intra_blocks if cutlass.const_expr(dtype is F16) else 2,
         preferred_smem_carveout=100,
         use_pdl=True,
     )
-
-    states = States(
-        h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
-        first_slot, num_slots,
+    sizes = Sizes(
+        x.per_segment, x.per_chained_segment, x.length, x.halvings, x.segments, x.has_transitions, x.helpers, longest
     )  # fmt: skip
-    kept_states = KeptStates(kept, kept_offsets, kept_step, kept_kind, kept_mode, kept_every, kept_rows)
-    target.launch_recurrence(
-        work,
-        Tokens(x.v, x.o, states, kept_states, x.cu),
-        Sizes(per_segment, per_chained_segment, length, halvings, segments, has_transitions, helpers, longest),
-        dtype,
-        stream,
-    )
+    target.launch_recurrence(work, Tokens(of.v, of.o, states_of(x), kept_states_of(x), of.cu), sizes, dtype, stream)
+
+
+@cute.jit
+def grid_of_chunks(x: cutlass.Constexpr):
+    """Of blocks with a chunk of a value head each: chunks of a sequence and sequences, where all have one length."""
+    return x.HV, x.chunks // x.N if x.length > 0 else x.chunks, x.N if x.length > 0 else I32(1)
 
 
 def variants_for(arch: Arch, intra_kernel: Any, launch_recurrence: Any, uses: tuple[str, ...]) -> Iterator[Variant]:
     """What is compiled for an architecture, whose code must hold these instructions."""
     target = Target(intra_kernel, launch_recurrence, arch)
     for variant in split_variants():
-        yield Variant(variant.name, split_host, fake_arguments(kda_abi.SPLIT, split_host, variant, target), uses=uses)
+        yield variant_of(variant.name, kda_abi.SPLIT, split_host, variant, target, uses=uses)

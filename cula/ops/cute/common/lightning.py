@@ -23,11 +23,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import tokens_of, variant_of, vector_of
 from cula.ops.cute.common.lightning_items import Sizes
 from cula.ops.cute.common.lightning_states import LightningStates
-from cula.ops.cute.common.states import States
-from cula.ops.cute.common.tiles import BF16, F32, I32, at_address, of_tokens
+from cula.ops.cute.common.states import states_of
+from cula.ops.cute.common.tiles import F32, I32, at_address
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.toolchain.variants import Variant
 
@@ -45,67 +45,17 @@ class Tensors(NamedTuple):
 
 
 @cute.jit
-def lightning_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    o: Int64,
-    decay: Int64,
-    h0: Int64,
-    ht: Int64,
-    seeds: Int64,
-    cu_seqlens: Int64,
-    read_from: Int64,
-    write_to: Int64,
-    has_state: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    o_token: Int64,
-    o_head: Int64,
-    state_step: Int64,
-    index_step: Int64,
-    mask_step: Int64,
-    state_kind: I32,
-    index_bits: I32,
-    first_slot: I32,
-    num_slots: I32,
-    T: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    num_seqs: I32,
-    length: I32,
-    segment: I32,
-    per_seq: I32,
-    num_ids: I32,
-    group: I32,
-    has_h0: I32,
-    has_ht: I32,
-    num_blocks: I32,
-    stream,
-    target: cutlass.Constexpr,
-):
+def lightning_host(x: cutlass.Constexpr, stream, target: cutlass.Constexpr):
     """The arguments that `LIGHTNING` describes. `target` is the architecture's kernel: it has a `cfg` and launches."""
     cfg = target.cfg
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, cfg.K, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, cfg.V, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
-    mDecay, mCu = [
-        cute.make_tensor(at_address(dtype, a, 4), cute.make_layout((n,), stride=(1,)))
-        for dtype, a, n in ((F32, decay, HV), (I32, cu_seqlens, num_seqs + 1))
-    ]
-    of_id = cute.assume(Int64(HV) * (cfg.V * cfg.K), divby=cfg.V * cfg.K)
-    of_seeds = cute.make_layout((num_ids, HV, cfg.V, cfg.K), stride=(of_id, cfg.V * cfg.K, cfg.K, 1))
-    mSeeds = cute.make_tensor(at_address(F32, seeds, 16), of_seeds)
-    ends = States(
-        h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
-        first_slot, num_slots,
-    )  # fmt: skip
-    tensors = Tensors(mQ, mK, mV, mO, mDecay, mCu, LightningStates(ends, mSeeds))
-    target.launch(tensors, scale, Sizes(num_seqs, length, segment, per_seq, num_ids, group), num_blocks, stream)
+    of = {"q": (x.H, cfg.K), "k": (x.H, cfg.K), "v": (x.HV, cfg.V), "o": (x.HV, cfg.V)}
+    tokens = [tokens_of(x, name, heads, channels) for name, (heads, channels) in of.items()]
+    of_id = cute.assume(Int64(x.HV) * (cfg.V * cfg.K), divby=cfg.V * cfg.K)
+    of_seeds = cute.make_layout((x.num_ids, x.HV, cfg.V, cfg.K), stride=(of_id, cfg.V * cfg.K, cfg.K, 1))
+    states = LightningStates(states_of(x), cute.make_tensor(at_address(F32, x.seeds, 16), of_seeds))
+    decay, cu = vector_of(F32, x.decay, x.HV), vector_of(I32, x.cu_seqlens, x.num_seqs + 1)
+    sizes = Sizes(*(getattr(x, name) for name in Sizes._fields))
+    target.launch(Tensors(*tokens, decay, cu, states), x.scale, sizes, x.num_blocks, stream)
 
 
 def variants_for(
@@ -114,5 +64,5 @@ def variants_for(
     """`lightning_<config>`, and `lightning_ends_<config>` for the first pass over segments."""
     for name, config in configs.items():
         for prefix, only_ends, instructions in (("lightning", False, uses), ("lightning_ends", True, uses_of_ends)):
-            arguments = fake_arguments(LIGHTNING, lightning_host, target(replace(config, only_ends=only_ends)))
-            yield Variant(f"{prefix}_{name}", lightning_host, arguments, uses=instructions)
+            of_config = target(replace(config, only_ends=only_ends))
+            yield variant_of(f"{prefix}_{name}", LIGHTNING, lightning_host, of_config, uses=instructions)

@@ -52,6 +52,18 @@ class KeptStates(NamedTuple):
     rows: Any
 
 
+def states_of(x: Any) -> States:
+    """Those of a call's arguments."""
+    return States(
+        x.h0, x.ht, x.state_step, x.state_kind, x.has_h0, x.has_ht, x.read_from, x.write_to, x.has_state, x.index_step,
+        x.mask_step, x.index_bits, x.first_slot, x.num_slots,
+    )  # fmt: skip
+
+
+def kept_states_of(x: Any) -> KeptStates:
+    return KeptStates(x.kept, x.kept_offsets, x.kept_step, x.kept_kind, x.kept_mode, x.kept_every, x.kept_rows)
+
+
 # Which
 
 

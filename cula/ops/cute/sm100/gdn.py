@@ -67,21 +67,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync, warp
 
-from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, Scattered, States, of_states
+from cula.ops.cute.common.arguments import variant_of
+from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, operands
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
     F32,
-    I32,
     K_MAJOR,
     MN_MAJOR,
-    at_address,
     by_head,
-    of_tokens,
     tile_layout,
     tma_load,
     tma_store,
@@ -209,87 +205,22 @@ def set_registers(n: int) -> None:
 
 
 @cute.jit
-def gdn_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    o: Int64,
-    h0: Int64,
-    ht: Int64,
-    cu: Int64,
-    read_from: Int64,
-    write_to: Int64,
-    workspace: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    beta_token: Int64,
-    beta_head: Int64,
-    o_token: Int64,
-    o_head: Int64,
-    h0_slot: Int64,
-    ht_slot: Int64,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    beta_top: F32,
-    g_bits: I32,
-    beta_bits: I32,
-    has_gate: I32,
-    h0_kind: I32,
-    ht_kind: I32,
-    is_indexed: I32,
-    first_slot: I32,
-    num_slots: I32,
-    length: I32,
-    blocks: I32,
-    pieces: I32,
-    stream,
-    dtype: cutlass.Constexpr,
-):
+def gdn_host(x: cutlass.Constexpr, stream, dtype: cutlass.Constexpr):
     """The arguments of `gdn_abi.GDN`; there are no pieces here, and no workspace."""
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
-    gates = GateInputs(
-        Scattered(g, g_token, g_head, g_bits),
-        Scattered(beta, beta_token, beta_head, beta_bits),
-        *(cute.make_tensor(at_address(F32, a, 4), cute.make_layout((HV,), stride=(1,))) for a in (A_log, dt_bias)),
-    )
-    mCu, mIn, mOut = [
-        cute.make_tensor(at_address(I32, a, 4), cute.make_layout((n,), stride=(1,)))
-        for a, n in ((cu, N + 1), (read_from, N), (write_to, N))
-    ]
-    half = tile_layout(64, 64)
+    of, half = operands(x), tile_layout(64, 64)
     tma = GdnTma(
-        q=tma_load(by_head(mQ), half, (64, 64)),
-        k=tma_load(by_head(mK), half, (64, 64)),
-        v=tma_load(by_head(mV), tile_layout(64, 128), (64, 128)),
-        o=tma_store(by_head(mO), half, (64, 64)),
+        q=tma_load(by_head(of.q), half, (64, 64)),
+        k=tma_load(by_head(of.k), half, (64, 64)),
+        v=tma_load(by_head(of.v), tile_layout(64, 128), (64, 128)),
+        o=tma_store(by_head(of.o), half, (64, 64)),
     )
-    gdn_kernel(
-        tma,
-        by_head(mO),
-        gates,
-        States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut),
-        Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
-        Items(HV, HV // H, length, N * HV, mCu, pieces, step=blocks),
-        gdn_mmas(dtype),
-        dtype,
-    ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+    items = items_of(x, of.cu, step=x.blocks)
+    gdn_kernel(tma, by_head(of.o), of.gates, of.states, of.scalars, items, gdn_mmas(dtype), dtype).launch(
+        grid=(x.blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+    )
 
 
 def variants() -> Iterator[Variant]:
     uses = ("tcgen05", "tma_load", "tma_store", "mma", "stmatrix", "setmaxnreg")
     for dtype, name in ((F16, "gdn_norm_whole"), (BF16, "gdn_plain_whole")):
-        yield Variant(name, gdn_host, fake_arguments(GDN, gdn_host, dtype), uses=uses)
+        yield variant_of(name, GDN, gdn_host, dtype, uses=uses)

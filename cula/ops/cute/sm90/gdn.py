@@ -49,8 +49,8 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, Scattered, States, of_states
+from cula.ops.cute.common.arguments import variant_of, vector_of
+from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, operands
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -60,7 +60,6 @@ from cula.ops.cute.common.tiles import (
     MN_MAJOR,
     at_address,
     by_head,
-    of_tokens,
     tile_layout,
     tma_load,
     tma_store,
@@ -181,94 +180,27 @@ def clear_kernel(done: cute.Tensor):
 
 
 @cute.jit
-def gdn_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    o: Int64,
-    h0: Int64,
-    ht: Int64,
-    cu: Int64,
-    read_from: Int64,
-    write_to: Int64,
-    workspace: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    beta_token: Int64,
-    beta_head: Int64,
-    o_token: Int64,
-    o_head: Int64,
-    h0_slot: Int64,
-    ht_slot: Int64,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    beta_top: F32,
-    g_bits: I32,
-    beta_bits: I32,
-    has_gate: I32,
-    h0_kind: I32,
-    ht_kind: I32,
-    is_indexed: I32,
-    first_slot: I32,
-    num_slots: I32,
-    length: I32,
-    blocks: I32,
-    pieces: I32,
-    stream,
-    variant: cutlass.Constexpr,
-):
+def gdn_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     """The arguments of `gdn_abi.GDN`."""
-    mQ, mK = [of_tokens(at_address(BF16, a, 16), T, H, 128, s) for a, s in ((q, (q_token, q_head)), (k, (k_token, k_head)))]
-    mV, mO = [of_tokens(at_address(BF16, a, 16), T, HV, 128, s) for a, s in ((v, (v_token, v_head)), (o, (o_token, o_head)))]
-    gates = GateInputs(
-        Scattered(g, g_token, g_head, g_bits),
-        Scattered(beta, beta_token, beta_head, beta_bits),
-        *(cute.make_tensor(at_address(F32, a, 4), cute.make_layout((HV,), stride=(1,))) for a in (A_log, dt_bias)),
-    )
-    mCu, mIn, mOut = [
-        cute.make_tensor(at_address(I32, a, 4), cute.make_layout((n,), stride=(1,)))
-        for a, n in ((cu, N + 1), (read_from, N), (write_to, N))
-    ]
-    lt, half, of_warp = tile_layout(64, 128), tile_layout(64, 64), tile_layout(16, 64)
+    of, of_warp = operands(x), tile_layout(16, 64)
     tma = GdnTma(
-        q=tma_load(by_head(mQ), of_warp, (16, 64)),
-        k=tma_load(by_head(mK), lt, (64, 128)),
-        v=tma_load(by_head(mV), half, (64, 64)),
-        o=tma_store(by_head(mO), of_warp, (16, 64)),
+        q=tma_load(by_head(of.q), of_warp, (16, 64)),
+        k=tma_load(by_head(of.k), tile_layout(64, 128), (64, 128)),
+        v=tma_load(by_head(of.v), tile_layout(64, 64), (64, 64)),
+        o=tma_store(by_head(of.o), of_warp, (16, 64)),
     )
-    records = 2 * pieces * N * HV
+    records = 2 * x.pieces * x.N * x.HV
     at = WORKSPACE.offsets(records=Int64(records))
     handed = Handed(
-        cute.make_tensor(at_address(F32, workspace, 16), cute.make_layout((records, STATE // 2), stride=(STATE // 2, 1))),
-        cute.make_tensor(at_address(I32, workspace + at["done"], 4), cute.make_layout((records,), stride=(1,))),
+        cute.make_tensor(at_address(F32, x.workspace, 16), cute.make_layout((records, STATE // 2), stride=(STATE // 2, 1))),
+        vector_of(I32, x.workspace + at["done"], records),
     )
     if cutlass.const_expr(variant.parts == 1):  # noqa: SIM102 (known when this is compiled, which the other is not)
-        if pieces > 1:
+        if x.pieces > 1:
             clear_kernel(handed.done).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream, use_pdl=True)
-    gdn_kernel(
-        tma,
-        by_head(mO),
-        gates,
-        States(of_states(h0, h0_slot, HV), of_states(ht, ht_slot, HV), mIn, mOut, handed),
-        Scalars(scale, beta_top, has_gate, h0_kind, ht_kind, is_indexed, first_slot, num_slots),
-        Items(HV, HV // H, length, N * HV, mCu, pieces, I32(0), I32(0), I32(0)),
-        gdn_mmas(),
-        variant,
-    ).launch(
-        grid=(blocks if variant.parts == 2 else records, 1, 1),
+    states, items = of.states._replace(handed=handed), items_of(x, of.cu, first=I32(0), step=I32(0), rank=I32(0))
+    gdn_kernel(tma, by_head(of.o), of.gates, states, of.scalars, items, gdn_mmas(), variant).launch(
+        grid=(x.blocks if variant.parts == 2 else records, 1, 1),
         block=(THREADS, 1, 1),
         cluster=(3 - variant.parts, 1, 1),
         stream=stream,
@@ -280,4 +212,4 @@ def gdn_host(
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix", "stmatrix", "setmaxnreg")
     for variant in (GdnVariant(norm, parts) for norm in (True, False) for parts in (2, 1)):
-        yield Variant(variant.name, gdn_host, fake_arguments(GDN, gdn_host, variant), uses=uses)
+        yield variant_of(variant.name, GDN, gdn_host, variant, uses=uses)

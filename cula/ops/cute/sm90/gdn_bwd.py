@@ -25,9 +25,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute import gdn_bwd_abi, kda_abi
-from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.kda import operands
+from cula.ops.cute import gdn_bwd_abi
+from cula.ops.cute.common.arguments import variant_of
+from cula.ops.cute.common.kda import grid_of_chunks, operands
 from cula.ops.cute.common.kda_intra import IntraScalars
 from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
@@ -44,13 +44,14 @@ from .kda_bwd import (
     Gradients,
     alignment_of,
     end_states,
+    gradients_of,
     launch_intra,
     launch_transitions,
     launch_walks,
     sections,
     transitions_at,
+    walk_sizes,
 )
-from .kda_bwd_segments import WalkSizes
 
 
 class Work(NamedTuple):
@@ -154,97 +155,34 @@ def launch_chunks(
 
 
 @cute.jit
-def backward_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    do: Int64,
-    h0: Int64,
-    dht: Int64,
-    cu: Int64,
-    dq: Int64,
-    dk: Int64,
-    dv: Int64,
-    dg: Int64,
-    dbeta: Int64,
-    dA_log: Int64,
-    ddt_bias: Int64,
-    dh0: Int64,
-    workspace: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    do_token: Int64,
-    do_head: Int64,
-    beta_token: Int64,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    beta_top: F32,
-    beta_bits: I32,
-    has_h0: I32,
-    has_dht: I32,
-    has_dh0: I32,
-    has_A: I32,
-    has_bias: I32,
-    length: I32,
-    halvings: I32,
-    chunks: I32,
-    segments: I32,
-    per_segment: I32,
-    has_transitions: I32,
-    home_of_T: I32,
-    home_of_P: I32,
-    stream,
-    variant: cutlass.Constexpr,
-):
+def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     """The arguments of `gdn_bwd_abi.BACKWARD`."""
-    x = operands(
-        kda_abi.SPLIT,
-        (q, k, v, g, beta, A_log, dt_bias, do, cu),
-        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
-        (T, N, H, HV),
-        variant,
-    )
-    made, group, transitions = Gradients(dq, dk, dv, dg, dbeta), HV // H, segments * HV * has_transitions
-    counts = Counts(records=Int64(chunks * HV), has_tiles=0, shared=0, transitions=Int64(transitions))
-    at = sections(gdn_bwd_abi.WORKSPACE, workspace, counts, (home_of_T, home_of_P), made)
-    work = work_at(at, chunks, transitions, HV)
-    spans, rows = chunks // N if length > 0 else chunks, N if length > 0 else I32(1)
-    of_intra = IntraScalars(scale, F32(0.0), beta_top, beta_bits)
-    launch_intra(work, x, of_intra, length, halvings, group, (HV, spans, rows), stream, variant)
-    ends = end_states((h0, dht, dh0, dh0, dh0), N, HV)  # nobody asks for transitions of whole sequences here
-    of_block = WalkSizes(
-        has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, I32(Makes.GRADIENTS)
-    )  # fmt: skip
-    if has_transitions == 1:
-        launch_transitions(work, x, ends, of_block, N, segments, stream)
-    launch_walks(work, x, ends, of_block, segments, stream, True)
-    memory = chunk_memory(work, x, made, T, H, HV, variant.g_type)
-    scalars = ChunkScalars(scale, beta_top, beta_bits, length, halvings, group)
-    launch_chunks(work, x, memory, scalars, (H, spans, rows), stream, variant)
+    of = operands(gdn_bwd_abi.BACKWARD, x, variant, "do")
+    made, group, transitions = gradients_of(x), x.HV // x.H, x.segments * x.HV * x.has_transitions
+    counts = Counts(records=Int64(x.chunks * x.HV), has_tiles=0, shared=0, transitions=Int64(transitions))
+    at = sections(gdn_bwd_abi.WORKSPACE, x.workspace, counts, (x.home_of_T, x.home_of_P), made)
+    work, grid = work_at(at, x.chunks, transitions, x.HV), grid_of_chunks(x)
+    of_intra = IntraScalars(x.scale, F32(0.0), x.beta_top, x.beta_bits)
+    launch_intra(work, of, of_intra, x.length, x.halvings, group, grid, stream, variant)
+    ends = end_states((x.h0, x.dht, x.dh0, x.dh0, x.dh0), x.N, x.HV)  # nobody asks for transitions of whole sequences here
+    sizes = walk_sizes(x, I32(Makes.GRADIENTS))
+    if x.has_transitions == 1:
+        launch_transitions(work, of, ends, sizes, x.N, x.segments, stream)
+    launch_walks(work, of, ends, sizes, x.segments, stream, True)
+    memory = chunk_memory(work, of, made, x.T, x.H, x.HV, variant.g_type)
+    scalars = ChunkScalars(x.scale, x.beta_top, x.beta_bits, x.length, x.halvings, group)
+    launch_chunks(work, of, memory, scalars, (x.H, *grid[1:]), stream, variant)
     if cutlass.const_expr(variant.is_raw):
         align = gdn_bwd_abi.BACKWARD.alignment
-        places = (("dA_log", dA_log), ("ddt_bias", ddt_bias))
-        mDa, mDbias = [cute.make_tensor(at_address(F32, at, align[name]), cute.make_layout(HV)) for name, at in places]
-        shares_kernel(Sums(work.shares, mDa, mDbias, has_A, has_bias)).launch(
-            grid=(HV, 1, 1), block=(SHARES_THREADS, 1, 1), stream=stream, use_pdl=True
+        places = (("dA_log", x.dA_log), ("ddt_bias", x.ddt_bias))
+        mDa, mDbias = [cute.make_tensor(at_address(F32, at, align[name]), cute.make_layout(x.HV)) for name, at in places]
+        shares_kernel(Sums(work.shares, mDa, mDbias, x.has_A, x.has_bias)).launch(
+            grid=(x.HV, 1, 1), block=(SHARES_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
     for gate, (short, g_type) in itertools.product(("softplus", "log"), (("f32", F32), ("bf16", BF16))):
-        arguments = fake_arguments(gdn_bwd_abi.BACKWARD, backward_host, KdaVariant(F16, g_type, gate, is_scalar=True))
-        yield Variant(f"bwd_gdn_{gate}_{short}", backward_host, arguments, uses=uses)
+        variant = KdaVariant(F16, g_type, gate, is_scalar=True)
+        yield variant_of(f"bwd_gdn_{gate}_{short}", gdn_bwd_abi.BACKWARD, backward_host, variant, uses=uses)

@@ -28,8 +28,8 @@ from cutlass import Int64
 
 from cula.ops.cute import kda_abi, kda_bwd_abi
 from cula.ops.cute.abi import TMA_BYTES, Workspace
-from cula.ops.cute.common.arguments import fake_arguments
-from cula.ops.cute.common.kda import operands
+from cula.ops.cute.common.arguments import variant_of
+from cula.ops.cute.common.kda import grid_of_chunks, operands
 from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
 from cula.ops.cute.common.kda_intra import IntraResults, IntraScalars, IntraTma, intra_kernel
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
@@ -98,6 +98,11 @@ class Gradients(NamedTuple):
     dv: Any
     dg: Any
     dbeta: Any
+
+
+def gradients_of(x: Any) -> Gradients:
+    """Those of a call's arguments."""
+    return Gradients(*(getattr(x, name) for name in Gradients._fields))
 
 
 @cute.jit
@@ -358,105 +363,44 @@ def launch_chunks(
     )
 
 
+def walk_sizes(x: Any, makes: Any) -> WalkSizes:
+    """The numbers that recurrences go by, of a call's arguments."""
+    return WalkSizes(
+        x.has_h0, x.has_dht, x.has_dh0, x.length, x.HV, x.halvings, x.per_segment, x.has_transitions, makes
+    )  # fmt: skip
+
+
 @cute.jit
-def backward_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    do: Int64,
-    h0: Int64,
-    dht: Int64,
-    cu: Int64,
-    tiles: Int64,
-    dq: Int64,
-    dk: Int64,
-    dv: Int64,
-    dg: Int64,
-    dbeta: Int64,
-    dA_log: Int64,
-    ddt_bias: Int64,
-    dh0: Int64,
-    M: Int64,
-    B: Int64,
-    workspace: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    do_token: Int64,
-    do_head: Int64,
-    beta_token: Int64,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    lower: F32,
-    beta_top: F32,
-    beta_bits: I32,
-    has_h0: I32,
-    has_dht: I32,
-    has_dh0: I32,
-    has_A: I32,
-    has_bias: I32,
-    has_tiles: I32,
-    length: I32,
-    halvings: I32,
-    chunks: I32,
-    segments: I32,
-    per_segment: I32,
-    has_transitions: I32,
-    home_of_T: I32,
-    home_of_P: I32,
-    makes: I32,
-    stream,
-    variant: cutlass.Constexpr,
-):
+def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     """The arguments of `kda_bwd_abi.BACKWARD`."""
-    x = operands(
-        kda_abi.SPLIT,
-        (q, k, v, g, beta, A_log, dt_bias, do, cu),
-        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (do_token, do_head), beta_token),
-        (T, N, H, HV),
-        variant,
-    )
-    shared = Int64(T) * Int64(HV) if HV != H else Int64(0)
-    made, records, transitions = Gradients(dq, dk, dv, dg, dbeta), Int64(chunks * HV), segments * HV * has_transitions
-    counts = Counts(records, has_tiles, shared, Int64(transitions))
-    at = sections(kda_bwd_abi.WORKSPACE, workspace, counts, (home_of_T, home_of_P), made)
+    of = operands(kda_bwd_abi.BACKWARD, x, variant, "do")
+    shared = Int64(x.T) * Int64(x.HV) if x.HV != x.H else Int64(0)
+    made, records, transitions = gradients_of(x), Int64(x.chunks * x.HV), x.segments * x.HV * x.has_transitions
+    counts = Counts(records, x.has_tiles, shared, Int64(transitions))
+    at = sections(kda_bwd_abi.WORKSPACE, x.workspace, counts, (x.home_of_T, x.home_of_P), made)
     kept = kda_abi.TILES.offsets(records=records)
-    at = at | {s.name: either(has_tiles, tiles + kept[s.name], at[s.name]) for s in kda_abi.TILES.sections}
-    work = work_at(at, chunks, transitions, T, HV)
-    scalars = IntraScalars(scale, lower, beta_top, beta_bits)
-    grid = (HV, chunks // N if length > 0 else chunks, N if length > 0 else I32(1))
-    if has_tiles == 0:
-        launch_intra(work, x, scalars, length, halvings, HV // H, grid, stream, variant)
-    ends = end_states((h0, dht, dh0, M, B), N, HV)
-    of_block = WalkSizes(has_h0, has_dht, has_dh0, length, HV, halvings, per_segment, has_transitions, makes)
-    if has_transitions == 1:
-        launch_transitions(work, x, ends, of_block, N, segments, stream)
-    if makes == Makes.GRADIENTS:
-        launch_walks(work, x, ends, of_block, segments, stream, True)
-        memory = chunk_memory(work, x, made, T, H, HV, variant)
-        of_chunks = ChunkScalars(scale, lower, beta_top, beta_bits, length, halvings, HV // H)
-        launch_chunks(work, x, memory, of_chunks, grid, stream, variant)
+    at = at | {s.name: either(x.has_tiles, x.tiles + kept[s.name], at[s.name]) for s in kda_abi.TILES.sections}
+    work, grid = work_at(at, x.chunks, transitions, x.T, x.HV), grid_of_chunks(x)
+    scalars = IntraScalars(x.scale, x.lower, x.beta_top, x.beta_bits)
+    if x.has_tiles == 0:
+        launch_intra(work, of, scalars, x.length, x.halvings, x.HV // x.H, grid, stream, variant)
+    ends, sizes = end_states((x.h0, x.dht, x.dh0, x.M, x.B), x.N, x.HV), walk_sizes(x, x.makes)
+    if x.has_transitions == 1:
+        launch_transitions(work, of, ends, sizes, x.N, x.segments, stream)
+    if x.makes == Makes.GRADIENTS:
+        launch_walks(work, of, ends, sizes, x.segments, stream, True)
+        memory = chunk_memory(work, of, made, x.T, x.H, x.HV, variant)
+        of_chunks = ChunkScalars(x.scale, x.lower, x.beta_top, x.beta_bits, x.length, x.halvings, x.HV // x.H)
+        launch_chunks(work, of, memory, of_chunks, grid, stream, variant)
         align = kda_bwd_abi.BACKWARD.alignment
-        mDa = cute.make_tensor(at_address(F32, dA_log, align["dA_log"]), cute.make_layout(HV))
-        of_bias = cute.make_layout((HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
-        mDbias = cute.make_tensor(at_address(F32, ddt_bias, align["ddt_bias"]), of_bias)
+        mDa = cute.make_tensor(at_address(F32, x.dA_log, align["dA_log"]), cute.make_layout(x.HV))
+        of_bias = cute.make_layout((x.HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
+        mDbias = cute.make_tensor(at_address(F32, x.ddt_bias, align["ddt_bias"]), of_bias)
         keys = KeySums(work.dq, work.dk, memory.mDq, memory.mDk)
-        launch_shares(GateSums(work.shares, mDa, mDbias, has_A, has_bias), keys, T, H, HV, stream, variant)
+        launch_shares(GateSums(work.shares, mDa, mDbias, x.has_A, x.has_bias), keys, x.T, x.H, x.HV, stream, variant)
 
 
 def variants() -> Iterator[Variant]:
+    uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
     for variant in fused_variants():  # of fp16 operands
-        arguments = fake_arguments(kda_bwd_abi.BACKWARD, backward_host, variant)
-        yield Variant(f"bwd_{variant.name}", backward_host, arguments, uses=("wgmma", "tma_load", "tma_store", "mma", "ldmatrix"))
+        yield variant_of(f"bwd_{variant.name}", kda_bwd_abi.BACKWARD, backward_host, variant, uses=uses)

@@ -42,20 +42,19 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute import kda_abi
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.kda import operands
 from cula.ops.cute.common.kda_intra import GateInputs, IntraScalars
 from cula.ops.cute.common.kda_intra_smem import Full
 from cula.ops.cute.common.kda_intra_steps import IntraMmas, intra_mmas
 from cula.ops.cute.common.kda_lengths import leave_to_split
 from cula.ops.cute.common.kda_variant import fused_variants
-from cula.ops.cute.common.states import KeptStates, States
-from cula.ops.cute.common.tiles import BF16, F16, F32, I32, Tma, by_head, tile_layout, tma_load, tma_store
+from cula.ops.cute.common.states import KeptStates, States, kept_states_of, states_of
+from cula.ops.cute.common.tiles import BF16, F16, I32, Tma, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.sm90.kda_fused_intra import intra_role, stage_layout
 from cula.ops.cute.sm90.kda_fused_recurrence import recurrence_role
 from cula.ops.cute.sm90.kda_fused_smem import (
@@ -174,96 +173,29 @@ def fused_kernel(
 
 
 @cute.jit
-def fused_host(
-    q: Int64,
-    k: Int64,
-    v: Int64,
-    g: Int64,
-    beta: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    o: Int64,
-    h0: Int64,
-    ht: Int64,
-    cu: Int64,
-    read_from: Int64,
-    write_to: Int64,
-    has_state: Int64,
-    kept: Int64,
-    kept_offsets: Int64,
-    q_token: Int64,
-    q_head: Int64,
-    k_token: Int64,
-    k_head: Int64,
-    v_token: Int64,
-    v_head: Int64,
-    g_token: Int64,
-    g_head: Int64,
-    o_token: Int64,
-    o_head: Int64,
-    beta_token: Int64,
-    state_step: Int64,
-    index_step: Int64,
-    mask_step: Int64,
-    kept_step: Int64,
-    state_kind: I32,
-    index_bits: I32,
-    first_slot: I32,
-    num_slots: I32,
-    kept_kind: I32,
-    kept_mode: I32,
-    kept_every: I32,
-    kept_rows: I32,
-    T: I32,
-    N: I32,
-    H: I32,
-    HV: I32,
-    scale: F32,
-    lower: F32,
-    beta_top: F32,
-    beta_bits: I32,
-    has_h0: I32,
-    has_ht: I32,
-    length: I32,
-    clusters: I32,
-    longest: I32,
-    stream,
-    variant: cutlass.Constexpr,
-):
+def fused_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     """The arguments of `kda_abi.FUSED`; so many clusters take N HV heads in waves."""
-    x = operands(
-        kda_abi.FUSED,
-        (q, k, v, g, beta, A_log, dt_bias, o, cu),
-        ((q_token, q_head), (k_token, k_head), (v_token, v_head), (g_token, g_head), (o_token, o_head), beta_token),
-        (T, N, H, HV),
-        variant,
-    )
-    lt, lv = tile_layout(64, 128), tile_layout(64, 64, 1)
+    of, lt, lv = operands(kda_abi.FUSED, x, variant), tile_layout(64, 128), tile_layout(64, 64, 1)
     tma = FusedTma(
-        q=tma_load(by_head(x.q), lt, (64, 128)),
-        k=tma_load(by_head(x.k), lt, (64, 128)),
-        g=tma_load(by_head(x.gate), lt, (64, 128)),
-        v=tma_load(by_head(x.v), lv, (64, 64)),
-        o=tma_store(by_head(x.o), tile_layout(64, 64), (64, 64)),
+        q=tma_load(by_head(of.q), lt, (64, 128)),
+        k=tma_load(by_head(of.k), lt, (64, 128)),
+        g=tma_load(by_head(of.gate), lt, (64, 128)),
+        v=tma_load(by_head(of.v), lv, (64, 64)),
+        o=tma_store(by_head(of.o), tile_layout(64, 64), (64, 64)),
     )
-    states = States(
-        h0, ht, state_step, state_kind, has_h0, has_ht, read_from, write_to, has_state, index_step, mask_step, index_bits,
-        first_slot, num_slots,
-    )  # fmt: skip
-    kept_states = KeptStates(kept, kept_offsets, kept_step, kept_kind, kept_mode, kept_every, kept_rows)
     fused_kernel(
         tma,
-        x.gates,
-        Memory(by_head(x.o), states, kept_states, x.cu),
-        IntraScalars(scale, lower, beta_top, beta_bits),
-        Items(length, HV // H, HV, N * HV, longest),
+        of.gates,
+        Memory(by_head(of.o), states_of(x), kept_states_of(x), of.cu),
+        IntraScalars(x.scale, x.lower, x.beta_top, x.beta_bits),
+        Items(x.length, x.HV // x.H, x.HV, x.N * x.HV, x.longest),
         intra_mmas(),
         recurrence_mmas(F16),
         lt,
         lv,
         variant,
     ).launch(
-        grid=(2 * clusters, 1, 1),
+        grid=(2 * x.clusters, 1, 1),
         block=(THREADS, 1, 1),
         cluster=(2, 1, 1),
         stream=stream,
@@ -275,5 +207,4 @@ def fused_host(
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
     for variant in fused_variants():
-        arguments = fake_arguments(kda_abi.FUSED, fused_host, variant)
-        yield Variant(f"fused_{variant.name}", fused_host, arguments, uses=uses)
+        yield variant_of(f"fused_{variant.name}", kda_abi.FUSED, fused_host, variant, uses=uses)

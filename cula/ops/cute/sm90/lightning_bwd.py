@@ -33,10 +33,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cula.ops.cute.common.arguments import fake_arguments
+from cula.ops.cute.common.arguments import tokens_of, variant_of, vector_of
 from cula.ops.cute.common.lightning_items import Attention, Sizes
 from cula.ops.cute.common.lightning_states import LightningStates
 from cula.ops.cute.common.states import States
@@ -72,67 +73,29 @@ class Tensors(NamedTuple):
 
 
 class LightningBwdSm90(LightningSm90):
-    """The backward's host function."""
+    """The backward's kernel."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         assert cfg.K == cfg.V == cfg.channels, f"{cfg}: tensors change roles, so all tiles are alike"
 
-    @cute.jit
-    def __call__(
-        self,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        do: Int64,
-        dq: Int64,
-        dk: Int64,
-        dv: Int64,
-        decay: Int64,
-        h0: Int64,
-        dht: Int64,
-        dh0: Int64,
-        seeds: Int64,
-        cu_seqlens: Int64,
-        q_token: Int64,
-        q_head: Int64,
-        k_token: Int64,
-        k_head: Int64,
-        v_token: Int64,
-        v_head: Int64,
-        do_token: Int64,
-        do_head: Int64,
-        T: I32,
-        H: I32,
-        scale: F32,
-        num_seqs: I32,
-        length: I32,
-        segment: I32,
-        per_seq: I32,
-        num_ids: I32,
-        has_h0: I32,
-        has_dht: I32,
-        has_dh0: I32,
-        num_blocks: I32,
-        stream,
-    ):
-        """The arguments that `LIGHTNING_BWD` describes."""
-        D = self.cfg.K
-        given = (q, q_token, q_head), (k, k_token, k_head), (v, v_token, v_head), (do, do_token, do_head)
-        reads = [of_tokens(at_address(BF16, a, 16), T, H, D, strides) for a, *strides in given]
-        writes = [of_tokens(at_address(BF16, a, 16), T, H, D, (Int64(H) * D, Int64(D))) for a in (dq, dk, dv)]
-        mDecay, mCu = [
-            cute.make_tensor(at_address(dtype, a, 4), cute.make_layout((n,), stride=(1,)))
-            for dtype, a, n in ((F32, decay, H), (I32, cu_seqlens, num_seqs + 1))
-        ]
-        of_id = cute.assume(Int64(H) * (D * D), divby=D * D)
-        mSeeds = cute.make_tensor(
-            at_address(F32, seeds, 16), cute.make_layout((2 * num_ids, H, D, D), stride=(of_id, D * D, D, 1))
-        )
-        S, dS = [plain_states(*of, 4 * of_id) for of in ((h0, Int64(0), has_h0, I32(0)), (dht, dh0, has_dht, has_dh0))]
-        sizes = Sizes(num_seqs, length, segment, per_seq, num_ids, I32(1))
-        tensors = Tensors(*reads, *writes, mDecay, mCu, LightningStates(S, mSeeds, dS))
-        self.launch(tensors, scale, sizes, num_blocks, stream)
+
+@cute.jit
+def backward_host(x: cutlass.Constexpr, stream, target: cutlass.Constexpr):
+    """The arguments that `LIGHTNING_BWD` describes."""
+    T, H, D = x.T, x.H, target.cfg.K
+    reads = [tokens_of(x, name, H, D) for name in INPUTS]
+    writes = [of_tokens(at_address(BF16, getattr(x, name), 16), T, H, D, (Int64(H) * D, Int64(D))) for name in OUTPUTS]
+    decay, cu = vector_of(F32, x.decay, H), vector_of(I32, x.cu_seqlens, x.num_seqs + 1)
+    of_id = cute.assume(Int64(H) * (D * D), divby=D * D)
+    of_seeds = cute.make_layout((2 * x.num_ids, H, D, D), stride=(of_id, D * D, D, 1))
+    states = LightningStates(
+        plain_states(x.h0, Int64(0), x.has_h0, I32(0), 4 * of_id),
+        cute.make_tensor(at_address(F32, x.seeds, 16), of_seeds),
+        plain_states(x.dht, x.dh0, x.has_dht, x.has_dh0, 4 * of_id),
+    )
+    sizes = Sizes(x.num_seqs, x.length, x.segment, x.per_seq, x.num_ids, I32(1))
+    target.launch(Tensors(*reads, *writes, decay, cu, states), x.scale, sizes, x.num_blocks, stream)
 
 
 def plain_states(first: Int64, last: Int64, has_first: I32, has_last: I32, step: Int64) -> States:
@@ -146,5 +109,5 @@ def variants() -> Iterator[Variant]:
     for name in ("d128", "d64"):
         config = replace(CONFIGS[name], inputs=INPUTS, outputs=OUTPUTS, attentions=GRADIENTS)
         whole, ends = LightningBwdSm90(config), LightningBwdSm90(replace(config, only_ends=True, attentions=ENDS))
-        yield Variant(f"bwd_lightning_{name}", whole, fake_arguments(LIGHTNING_BWD, whole), uses=USES)
-        yield Variant(f"bwd_lightning_ends_{name}", ends, fake_arguments(LIGHTNING_BWD, ends), uses=USES_OF_ENDS)
+        yield variant_of(f"bwd_lightning_{name}", LIGHTNING_BWD, backward_host, whole, uses=USES)
+        yield variant_of(f"bwd_lightning_ends_{name}", LIGHTNING_BWD, backward_host, ends, uses=USES_OF_ENDS)
