@@ -99,9 +99,9 @@ def accesses_before_waiting(ptx: str) -> list[str]:
 
 @needs_dsl
 @pytest.mark.parametrize("name", ["decode_1_bf16", "decode_4_f32", "decode_8_bf16_lightning", "bwd_kda_f16_gate_bf16",
-                                  "bwd_gdn_log_bf16", "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16", "lightning_d128",
-                                  "lightning_ends_d64", "bwd_lightning_d64", "bwd_lightning_ends_d64", "gdn_norm_whole",
-                                  "gdn_plain_whole", "gdn_norm_half", "gdn_plain_half", "decode_steps_f32",
+                                  "bwd_gdn_log_bf16", "bwd_gdn_softplus_f32", "fused_kda_f16_gate_bf16", "kda_f16_gate_bf16",
+                                  "lightning_d128", "lightning_ends_d64", "bwd_lightning_d64", "bwd_lightning_ends_d64",
+                                  "gdn_norm_whole", "gdn_plain_whole", "gdn_norm_half", "gdn_plain_half", "decode_steps_f32",
                                   "decode_steps_bf16_scalar"])  # fmt: skip
 def test_kernels_wait_before_they_touch_memory(name):
     """They may be launched while the one in front still runs. One token of decode has the slot fetched that is named then, and
@@ -116,9 +116,10 @@ def test_kernels_wait_before_they_touch_memory(name):
         assert [accesses_before_waiting(look) for look, _, _ in bodies] == [[*loads, "griddepcontrol.launch_dependents"], loads]
         first, *others = [f".entry {rest}" for _, _, rest in bodies]
     assert accesses_before_waiting(first) == hints
-    # The walk of KDA reads where sequences begin: who wrote that has ended, for the kernel in front has waited before it let the
-    # walk start.
-    assert all(set(accesses_before_waiting(other)) <= {"ld.global.b32"} for other in others)
+    # The walk of KDA's forward reads where sequences begin: who wrote that has ended, since the kernel in front has waited before
+    # it let the walk start. Others touch nothing; sections of a backward's workspace come in turns.
+    early = {"ld.global.b32"} if name.startswith("kda_f16") else set()
+    assert all(set(accesses_before_waiting(other)) <= early for other in others)
 
 
 def decode_kernels(of_hopper: str, of_blackwell: tuple[str, ...]):

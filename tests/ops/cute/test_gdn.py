@@ -18,14 +18,14 @@ from cula.core.dispatch import choose
 from cula.core.kernels import Pool
 from cula.core.replay import record
 from cula.gdn.problem import GdnInputs, GdnOptions, GdnProblem, check_gdn
-from cula.ops.cute import gdn
+from cula.ops.cute import gdn, gdn_self_check
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule
-from cula.ops.cute.toolchain import loader
+from cula.ops.cute.toolchain import loader, self_check
 from cula.reference import relative_error
 from tests.support.cute import skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
 from tools import ptx
-from tools.ptx.mutate import without_wait
+from tools.ptx.mutate import without, without_wait
 
 D, NUM_SMS, HOPPER_SM = 128, 132, (9, 0)
 WHOLE, HALF = Schedule(blocks=2), Schedule(blocks=0, pieces=1)
@@ -257,6 +257,22 @@ TABLE = GdnProblem(
     g_dtype=torch.float32,
     beta_dtype=torch.float32,
 )
+
+
+# The first use on a machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gdn_norm_half", "gdn_plain_half", "gdn_norm_whole", "gdn_plain_whole"])
+def test_the_comparison_at_first_use_finds_kernels_right(interpreted, name):
+    assert self_check.worst_error(name, torch.device("cpu"), HOPPER_SM) < self_check.LIMIT / 2
+
+
+@pytest.mark.parametrize("name", ["gdn_norm_half", pytest.param("gdn_plain_half", marks=pytest.mark.slow)])
+def test_the_comparison_at_first_use_meets_chained_pieces(interpreted, monkeypatch, name):
+    monkeypatch.setattr(gdn_self_check, "CALLS", ())
+    interpreted(edit=without(r"wgmma\.mma_async\S*\.f32\.f16\.f16[^;]*;", 0))  # of S M, the only product in fp16
+    assert not self_check.worst_error(name, torch.device("cpu"), HOPPER_SM) < self_check.LIMIT
 
 
 def test_few_heads_are_cut_and_many_are_not():
