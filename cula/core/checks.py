@@ -194,13 +194,16 @@ def check_own_elements(who: str, name: str, t: Tensor) -> None:
         )
 
 
-def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
+def check_slots(
+    who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool, holder: str = "the pool", slot: str = "slot"
+) -> None:
+    """Indices of slots (or of what the holder else has) are in range and distinct, but for null ones. Reads them back."""
     least = 1 if null_is_nonpositive else 0
-    live = [slot for slot in indices.flatten().tolist() if slot >= least]
+    live = [i for i in indices.flatten().tolist() if i >= least]
     if live and max(live) >= slots:
-        raise ValueError(f"{who}: {name} holds {max(live)}, but the pool has {slots} slots (0 to {slots - 1})")
+        raise ValueError(f"{who}: {name} holds {max(live)}, but {holder} has {slots} {slot}s (0 to {slots - 1})")
     if len(set(live)) != len(live):
-        raise ValueError(f"{who}: {name} names a slot twice: {indices.tolist()}; rows of a call must not share a slot")
+        raise ValueError(f"{who}: {name} names a {slot} twice: {indices.tolist()}; rows of a call must not share a {slot}")
 
 
 def check_finite(who: str, x: NamedTuple, skip: tuple[str, ...] = ()) -> None:

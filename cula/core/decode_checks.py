@@ -223,7 +223,7 @@ def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
 
 def has_values(x: Any) -> bool:
     """Whether a call has numbers that say where to read and write, which are checked where they are at hand."""
-    return x.state_indices is not None or x.cu_seqlens is not None or x.intermediate_state_indices is not None
+    return any(t is not None for t in (x.state_indices, x.cu_seqlens, x.num_accepted_tokens, x.intermediate_state_indices))
 
 
 def check_values(request: DecodeRequest) -> None:
@@ -236,8 +236,8 @@ def check_values(request: DecodeRequest) -> None:
     if accepted is not None and bool(((accepted < 0) | (accepted > most)).any()):
         raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {most}")
     if x.intermediate_state_indices is not None:
-        rows = kept.shape[0]
-        checks.check_slots(who, "intermediate_state_indices", x.intermediate_state_indices, rows, null_is_nonpositive=False)
+        rows, holder = x.intermediate_state_indices, "intermediate_states"
+        checks.check_slots(who, "intermediate_state_indices", rows, kept.shape[0], False, holder, "row")
     if x.cu_seqlens is not None:
         _check_lengths(x.cu_seqlens.tolist(), x.q.shape[1], p.T, who)
     if settings.check_values():

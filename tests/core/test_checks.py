@@ -322,6 +322,16 @@ DECODE_CASES = {
         ValueError,
         ("num_accepted_tokens", "T = 2"),
     ),
+    "accepted counts out of range, without indices": (
+        {
+            "num_accepted_tokens": torch.tensor([1, 0, 9]),
+            "intermediate_states": torch.zeros(3, 2, 4, 16, 8),
+            "state": torch.zeros(3, 4, 16, 8),
+            "state_indices": None,
+        },
+        ValueError,
+        ("num_accepted_tokens", "T = 2"),
+    ),
     "intermediate states of another shape": (
         {"intermediate_states": torch.zeros(3, 1, 4, 16, 8)},
         ValueError,
@@ -335,7 +345,12 @@ DECODE_CASES = {
     "a row outside of the buffer": (
         {"intermediate_state_indices": torch.tensor([0, 1, 4]), "intermediate_states": torch.zeros(4, 2, 4, 16, 8)},
         ValueError,
-        ("intermediate_state_indices", "4 slots"),
+        ("intermediate_state_indices holds 4, but intermediate_states has 4 rows (0 to 3)",),
+    ),
+    "a row of the buffer named twice": (
+        {"intermediate_state_indices": torch.tensor([0, 1, 1]), "intermediate_states": torch.zeros(4, 2, 4, 16, 8)},
+        ValueError,
+        ("intermediate_state_indices names a row twice: [0, 1, 1]",),
     ),
     "offsets of a batch": ({"cu_seqlens": torch.tensor([0, 2, 4, 6])}, ValueError, ("cu_seqlens", "B == 1")),
     "offsets of other rows": (RAGGED | {"cu_seqlens": torch.tensor([0, 2, 6])}, ValueError, ("2 rows", "state_indices")),
