@@ -118,6 +118,18 @@ def test_a_recurrent_call_on_a_pool():
     assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
 
 
+def test_first_states_of_one_value_channel_may_be_transposed():
+    """torch takes them for contiguous as they are: the stride of a dimension of one is never taken."""
+    t = KdaCall(T=1, V=1).tensors()
+    states = {
+        v_first: t | {"initial_state": t["initial_state"] if v_first else t["initial_state"].mT} for v_first in (True, False)
+    }
+    (o, state), (o_kv, state_kv) = (
+        fused_recurrent_kda(**of, output_final_state=True, state_v_first=v_first) for v_first, of in states.items()
+    )
+    assert torch.equal(o, o_kv) and torch.equal(state, state_kv.mT)
+
+
 def test_initial_states_of_other_dtypes_are_converted():
     t = KdaCall(T=20).tensors()
     h0 = t["initial_state"].bfloat16()
