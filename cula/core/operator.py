@@ -20,12 +20,13 @@ backward are the same backend's.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from cula.core.constants import CHUNK
@@ -41,6 +42,40 @@ DECODE_ENCODING = encoding_of(DecodeOptions)
 # Eager
 
 
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The backward of an autograd node whose gradients have none of their own: who differentiates them (`create_graph=True`) is
+    told so.
+
+    torch's `once_differentiable` tells where the incoming gradient requires one. That of a plain sum does not, and a penalty on
+    the gradients of such a loss would be a constant, without a word.
+    """
+
+    @functools.wraps(backward)
+    def marked(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            grads = backward(ctx, *incoming)
+        if not torch.is_grad_enabled():
+            return grads
+        return _Gradients.apply(torch.zeros((), requires_grad=True), *grads)
+
+    return marked
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients as they are, behind a tensor that makes them require one."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "the gradients of an attention call of cuLA are not differentiable: second derivatives (create_graph=True) are not "
+            "supported; use cula.reference for them"
+        )
+
+
 class Attention(torch.autograd.Function):
     """One call of any family, with its gradient. Arguments are the problem, the choice, the type of the inputs, and the
     inputs."""
@@ -54,7 +89,7 @@ class Attention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
         count = len(ctx.Inputs._fields)
