@@ -285,10 +285,15 @@ def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backen
     for name in given:
         if name in options:
             continue
-        near = difflib.get_close_matches(name, [*known, *options], n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = meant_by(name, [*known, *options])
         takes = f"the options {', '.join(options)}" if options else "no options of its own"
         raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend {backend!r} takes {takes})")
+
+
+def meant_by(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that nothing has: the nearest one that there is, if one is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def has_contiguous_slots(state: Tensor) -> bool:

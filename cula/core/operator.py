@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cula.core import checks
 from cula.core.constants import CHUNK
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
@@ -145,7 +146,7 @@ def call_prefill(
     extra: dict[str, Any] | None,
     who: str,
 ) -> Any:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=False)
     place = None if device is None else str(device)
     ops = torch.ops.cula
     trains = needs_grad(x)
@@ -169,16 +170,24 @@ def call_decode(
     extra: dict[str, Any] | None,
     who: str,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=True)
     place = None if device is None else str(device)
     rest = (*DECODE_ENCODING.encode(options), place, backend, who, needs_grad(x))
     o = getattr(torch.ops.cula, f"{family.name}_decode")(*x, *rest)
     return (o if x.out is None else x.out), x.state
 
 
-def _refuse_extra(who: str, extra: dict[str, Any] | None) -> None:
+def _refuse_extra(who: str, extra: dict[str, Any] | None, family: str, is_decode: bool) -> None:
     for name in extra or ():
-        raise TypeError(f"{who}: unknown keyword argument {name!r} (backend options are not taken under torch.compile)")
+        meant = _meant(name, family, is_decode)
+        raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend options are not taken under torch.compile)")
+
+
+@torch.compiler.assume_constant_result
+def _meant(name: str, family: str, is_decode: bool) -> str:
+    """What a misspelt keyword meant. Called as it is, with plain values, where TorchDynamo traces: it reads signatures."""
+    of = FAMILIES[family]
+    return checks.meant_by(name, of.decode.keywords() if is_decode and of.decode is not None else of.keywords())
 
 
 # Under torch.compile: the operators

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.library operators: opcheck, and models that torch.compile takes whole."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +199,23 @@ def test_compile_runs_the_checks_of_decode():
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             compiled(given | change)
+
+
+def test_a_misspelt_keyword_names_the_right_one_under_the_compiler_too():
+    torch._dynamo.reset()
+    t = KdaCall(T=1, B=2, initial_state=False).tensors()
+    tokens = {n: t[n] for n in ("q", "k", "v", "g", "beta")}
+    for function, given, message in (
+        (cula.cula_kda, {"A_logs": None}, "cula_kda: unknown keyword argument 'A_logs'; did you mean 'A_log'?"),
+        (
+            cula.cula_decode,
+            {"state": torch.zeros(2, 2, 32, 32), "state_index": None},
+            "'state_index'; did you mean 'state_indices'?",
+        ),
+    ):
+        compiled = torch.compile(lambda given, function=function: function(**given)[0], fullgraph=True, backend="aot_eager")
+        with pytest.raises((TypeError, RuntimeError), match=re.escape(message)):
+            compiled(tokens | given)
 
 
 def test_gradient_of_only_the_final_state():
