@@ -232,7 +232,7 @@ def check_values(request: DecodeRequest) -> None:
     if x.state_indices is not None:
         checks.check_slots(who, "state_indices", x.state_indices, p.P, p.options.null_is_nonpositive)
     accepted, kept = x.num_accepted_tokens, x.intermediate_states
-    most = p.T if kept is None else kept.shape[1]
+    most = p.T if p.has_token_indices or kept is None else kept.shape[1]
     if accepted is not None and bool(((accepted < 0) | (accepted > most)).any()):
         raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {most}")
     if x.intermediate_state_indices is not None:

@@ -332,6 +332,16 @@ DECODE_CASES = {
         ValueError,
         ("num_accepted_tokens", "T = 2"),
     ),
+    "accepted counts beyond the slots of a row": (
+        {
+            "num_accepted_tokens": torch.tensor([1, 0, 3]),
+            "intermediate_states": torch.zeros(3, 3, 4, 16, 8),
+            "state": torch.zeros(9, 4, 16, 8),
+            "state_indices": torch.tensor([[0, 1], [-1, -1], [4, 5]]),
+        },
+        ValueError,
+        ("num_accepted_tokens", "T = 2"),
+    ),
     "intermediate states of another shape": (
         {"intermediate_states": torch.zeros(3, 1, 4, 16, 8)},
         ValueError,
