@@ -241,9 +241,30 @@ def check_values(request: DecodeRequest) -> None:
     if x.cu_seqlens is not None:
         _check_lengths(x.cu_seqlens.tolist(), x.q.shape[1], p.T, who)
     if settings.check_values():
-        checks.check_finite(who, x, skip=("state", "intermediate_states", "out"))
+        of_rows = _without_padding(request)
+        checks.check_finite(who, of_rows, skip=("state", "intermediate_states", "out"))
         assert request.family.decode is not None
-        request.family.decode.check_values(x, p, who)
+        request.family.decode.check_values(of_rows, p, who)
+
+
+def _without_padding(request: DecodeRequest) -> Any:
+    """The tensors with tokens as [all of them, ...], without those of padded rows and those behind the last offset: nothing
+    depends on what these hold."""
+    x, p = request.x, request.problem
+    is_live = torch.ones(p.N, dtype=torch.bool, device=x.q.device)
+    if x.state_indices is not None:
+        slots = x.state_indices
+        if p.has_token_indices:
+            accepted = torch.zeros_like(slots[:, 0]) if x.num_accepted_tokens is None else x.num_accepted_tokens
+            slots = slots.gather(1, (accepted.long() - 1).clamp(min=0)[:, None])[:, 0]
+        is_live = slots >= (1 if p.options.null_is_nonpositive else 0)
+    if x.cu_seqlens is None:
+        is_live = is_live[:, None].expand(p.N, p.T)
+    else:
+        of_rows = is_live.repeat_interleave(x.cu_seqlens.diff().long())
+        is_live = torch.zeros(1, x.q.shape[1], dtype=torch.bool, device=x.q.device)
+        is_live[0, : len(of_rows)] = of_rows
+    return x._replace(**{name: getattr(x, name)[is_live] for name in request.family.token_inputs})
 
 
 def _check_lengths(offsets: list[int], tokens: int, most: int, who: str) -> None:

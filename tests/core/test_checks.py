@@ -501,3 +501,29 @@ def test_cula_check_lets_good_calls_pass(monkeypatch):
     cula.cula_kda(**kda_arguments())
     cula.cula_lightning(**lightning_arguments())
     cula.cula_decode(**decode_arguments())
+
+
+PADDED = {
+    "rows": {},
+    "rows with slots for drafts": {
+        "state_indices": torch.tensor([[0, 1], [2, -1], [3, 4]]),
+        "num_accepted_tokens": torch.tensor([1, 2, 0]),
+    },
+    "packed rows": {n: t[:, :1].transpose(0, 1) for n, t in decode_arguments().items() if n in ("q", "k", "v", "g", "beta")},
+    "ragged rows": RAGGED | {"cu_seqlens": torch.tensor([0, 2, 5, 7])},
+}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_cula_check_reads_no_padding(kind, monkeypatch):
+    """A padded row, here the second, may hold anything, and so may tokens that are nobody's; a row that is read may not."""
+    monkeypatch.setenv("CULA_CHECK", "1")
+    arguments = decode_arguments(**PADDED[kind])
+    padding = {"packed rows": (0, [1]), "ragged rows": (0, [2, 3, 4, 7, 8])}.get(kind, 1)
+    for name in ("q", "k", "v", "g", "beta"):
+        arguments[name] = arguments[name].clone()
+        arguments[name][padding] = float("nan") if name != "g" else 1.0
+    cula.cula_decode(**arguments)
+    arguments["v"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="v holds NaN or Inf"):
+        cula.cula_decode(**arguments)
