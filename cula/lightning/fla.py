@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.fla import check_first_states, check_tokens, refuse_head_first, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import (
+    check_first_states,
+    check_floating,
+    check_tokens,
+    refuse_head_first,
+    state_layout,
+    swap_layout,
+    warn_of_ignored,
+)
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -127,6 +135,7 @@ def _simple_gla(
     check_tokens(who, q, k, v)
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
+    check_floating(who, g_gamma=g_gamma)
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     gamma = checks.reshaped(who, "g_gamma", g_gamma, "[H]", (v.shape[2],))
     x = LightningInputs(q, k, v, -gamma.float(), swap_layout(initial_state, state_v_first), cu_seqlens)

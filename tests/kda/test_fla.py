@@ -242,6 +242,27 @@ def test_what_is_wrong_with_a_deep_gate_is_named(function):
         function(**t | {"lower_bound": "deep"})
 
 
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_a_deep_gate_takes_real_numbers_on_one_device(function):
+    t = KdaCall(T=4, gate="softplus").tensors() | {"use_gate_in_kernel": True, "lower_bound": -9.0, "state_v_first": True}
+    function(**t)
+    for name in ("g", "A_log", "dt_bias"):
+        with pytest.raises(TypeError, match=f"{function.__name__}: {name} has dtype int8; expected floating point numbers"):
+            function(**t | {name: t[name].to(torch.int8)})
+        with pytest.raises(ValueError, match=f"{function.__name__}: {name} is on meta but q is on cpu"):
+            function(**t | {name: t[name].to("meta")})
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+def test_first_states_of_integers_are_refused(name, T):
+    t = KdaCall(T=T, scalar_gate="kda" not in name).tensors()
+    names = ("q", "k", "v") if "simple_gla" in name else ("q", "k", "v", "g", "beta")
+    of = {n: t[n] for n in names} | {"initial_state": t["initial_state"].long()}
+    with pytest.raises(TypeError, match=f"{name}: initial_state has dtype int64; expected floating point numbers"):
+        FLAS[name](**of)
+
+
 def test_names_are_the_callers():
     t = KdaCall(T=20, scalar_gate=True, initial_state=False).tensors()
     with pytest.raises(ValueError, match=r"initial_state_indices names slots of initial_state, .* which is None"):
