@@ -103,11 +103,16 @@ def check_devices(who: str, device: torch.device, **tensors: Tensor | None) -> N
             raise ValueError(f"{who}: {name} is on {t.device} but q is on {device}; all tensors must share a device")
 
 
-def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> tuple[int, ...]:
-    """Shapes, dtypes and devices of q, k, v; returns B, T, H, K, HV, V."""
-    for name, t in zip(names, (q, k, v), strict=True):
+def check_tokens(who: str, **tokens: Tensor) -> None:
+    """That tokens are tensors of four dimensions."""
+    for name, t in tokens.items():
         if rank_of(who, name, t) != 4:
             raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+
+
+def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> tuple[int, ...]:
+    """Shapes, dtypes and devices of q, k, v; returns B, T, H, K, HV, V."""
+    check_tokens(who, **dict(zip(names, (q, k, v), strict=True)))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     check_shape(who, names[1], k, "[B, T, H, K]", (B, T, H, K))

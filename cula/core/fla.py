@@ -107,13 +107,6 @@ def decode_few(
     return o, states if output_final_state else None
 
 
-def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That tokens are tensors of four dimensions, for functions that read shapes before all other checks."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if checks.rank_of(who, name, t) != 4:
-            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected four dimensions [B, T, heads, dim]")
-
-
 def check_floating(who: str, **tensors: Tensor | None) -> None:
     """That tensors which are converted to float32 hold real numbers: of others that would leave something out."""
     for name, t in tensors.items():

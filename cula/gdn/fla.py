@@ -20,7 +20,6 @@ from cula.core.cp_context import from_cp_context
 from cula.core.fla import (
     check_first_states,
     check_floating,
-    check_tokens,
     recurrent,
     refuse_head_first,
     state_layout,
@@ -88,7 +87,7 @@ def chunk_gated_delta_rule(
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
@@ -163,7 +162,7 @@ def fused_recurrent_gated_delta_rule(
     """
     who = "fused_recurrent_gated_delta_rule"
     warn_of_ignored(who, kwargs, frames=2)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if gv is not None:
         raise NotImplementedError(f"{who}: gv= (a decay for each value channel) is not served; g and gk are")

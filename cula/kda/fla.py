@@ -19,7 +19,6 @@ from cula.core.decode import decode
 from cula.core.fla import (
     check_first_states,
     check_floating,
-    check_tokens,
     is_decode,
     recurrent,
     state_layout,
@@ -84,7 +83,7 @@ def chunk_kda(
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: `chunk_size` must be either 32 or 64; it is {chunk_size!r}")
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
@@ -160,7 +159,7 @@ def fused_recurrent_kda(
     """
     who = "fused_recurrent_kda"
     warn_of_ignored(who, kwargs, frames=2)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if not use_gate_in_kernel:
         A_log = dt_bias = None

@@ -15,7 +15,6 @@ from cula.core import checks
 from cula.core.fla import (
     check_first_states,
     check_floating,
-    check_tokens,
     refuse_head_first,
     state_layout,
     swap_layout,
@@ -107,7 +106,7 @@ def chunk_lightning_attn(
     who = "chunk_lightning_attn"
     refuse_head_first(head_first)
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     H = q.shape[2]
     slopes = (8 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float32, device=q.device)
     return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens, backend)
@@ -132,7 +131,7 @@ def _simple_gla(
             f"{who}: g makes decays depend on data, which Lightning Attention does not have; pass g_gamma= (one decay a head), "
             "or use cula.cula_kda with one gate a head"
         )
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
     check_floating(who, g_gamma=g_gamma)
