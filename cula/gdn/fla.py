@@ -66,7 +66,7 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_gdn`; tensors of several dtypes are brought to the widest.
-        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`, in any dtype.
+        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`, in any floating point dtype.
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
         cu_seqlens_cpu, chunk_indices: accepted for FLA's callers; not needed.
         cp_context: FLA's context-parallel context; deprecated, use `cula.dist.cula_gdn_cp`.

@@ -67,7 +67,7 @@ def chunk_kda(
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_kda`.
-        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; other dtypes than float32 are converted.
+        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; of other floating point dtypes it is converted.
         lower_bound: bound of the gate; below -5 it is applied outside of the kernel.
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
         cu_seqlens_cpu, use_graph, max_num_seqs: accepted for FLA's callers; not needed.
