@@ -21,7 +21,7 @@ from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode, refuse_unknown
 from cula.core.explain import explained, is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
-from cula.core.problem import PUBLIC_NAMES, DecodeOptions, needs_grad, with_settings
+from cula.core.problem import DecodeOptions, needs_grad, with_settings
 from cula.core.replay.torch_internals import modes
 
 
@@ -69,7 +69,7 @@ def decode(
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
     checks.refuse_transforms(who)
-    known = _keywords(family) if extra else ()
+    known = family.decode.keywords() if extra else ()
     try:
         request = describe_decode(family, x, options, device, who)
     except (TypeError, ValueError):
@@ -91,13 +91,6 @@ def decode(
     if x.out is not None:
         return x.out, x.state
     return o.view(x.v.shape) if request.is_packed else o, x.state
-
-
-def _keywords(family: Family) -> tuple[str, ...]:
-    """What `cula_decode` takes for a family, by name."""
-    assert family.decode is not None
-    options = (PUBLIC_NAMES.get(name, name) for name in DecodeOptions._fields)
-    return (*family.decode.Inputs._fields, *options, "mode", "device", "backend")
 
 
 def record(request: DecodeRequest, choice: Choice, given: Any) -> Any:

@@ -20,14 +20,16 @@ backward are the same backend's.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
+from cula.core import checks
 from cula.core.constants import CHUNK
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
@@ -39,6 +41,40 @@ DECODE_ENCODING = encoding_of(DecodeOptions)
 
 
 # Eager
+
+
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The backward of an autograd node whose gradients have none of their own: who differentiates them (`create_graph=True`) is
+    told so.
+
+    torch's `once_differentiable` tells where the incoming gradient requires one. That of a plain sum does not, and a penalty on
+    the gradients of such a loss would be a constant, without a word.
+    """
+
+    @functools.wraps(backward)
+    def marked(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            grads = backward(ctx, *incoming)
+        if not torch.is_grad_enabled():
+            return grads
+        return _Gradients.apply(torch.zeros((), requires_grad=True), *grads)
+
+    return marked
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients as they are, behind a tensor that makes them require one."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "the gradients of an attention call of cuLA are not differentiable: second derivatives (create_graph=True) are not "
+            "supported; use cula.reference for them"
+        )
 
 
 class Attention(torch.autograd.Function):
@@ -54,7 +90,7 @@ class Attention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
         count = len(ctx.Inputs._fields)
@@ -110,7 +146,7 @@ def call_prefill(
     extra: dict[str, Any] | None,
     who: str,
 ) -> Any:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=False)
     place = None if device is None else str(device)
     ops = torch.ops.cula
     trains = needs_grad(x)
@@ -134,16 +170,24 @@ def call_decode(
     extra: dict[str, Any] | None,
     who: str,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=True)
     place = None if device is None else str(device)
     rest = (*DECODE_ENCODING.encode(options), place, backend, who, needs_grad(x))
     o = getattr(torch.ops.cula, f"{family.name}_decode")(*x, *rest)
     return (o if x.out is None else x.out), x.state
 
 
-def _refuse_extra(who: str, extra: dict[str, Any] | None) -> None:
+def _refuse_extra(who: str, extra: dict[str, Any] | None, family: str, is_decode: bool) -> None:
     for name in extra or ():
-        raise TypeError(f"{who}: unknown keyword argument {name!r} (backend options are not taken under torch.compile)")
+        meant = _meant(name, family, is_decode)
+        raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend options are not taken under torch.compile)")
+
+
+@torch.compiler.assume_constant_result
+def _meant(name: str, family: str, is_decode: bool) -> str:
+    """What a misspelt keyword meant. Called as it is, with plain values, where TorchDynamo traces: it reads signatures."""
+    of = FAMILIES[family]
+    return checks.meant_by(name, of.decode.keywords() if is_decode and of.decode is not None else of.keywords())
 
 
 # Under torch.compile: the operators

@@ -109,6 +109,16 @@ def test_one_rank_alone_needs_no_group(lengths, sp_mode):
     assert all(relative_error(leaf.grad, want["d" + name]) < 2e-5 for name, leaf in leaves.items())
 
 
+def test_second_derivatives_of_a_rank_alone_are_refused():
+    x = make(Spec(slices=(5,)))
+    q, *rest = (x[name] for name in TOKENS["kda"])
+    q.requires_grad_()
+    o, _ = cula_dist.cula_kda_cp(q, *rest, **ALONE)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        dq.sum().backward()
+
+
 def test_hybrid_of_one_rank():
     x = make(Spec("lightning", slices=(20,), H=1, HV=2))
     arguments = [x[name] for name in (*TOKENS["lightning"], "decay")]
