@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from cula.core import checks
 from cula.core.constants import MAX_DECODE_TOKENS
+from cula.dist import cp, tp
+from cula.dist.comm import process_group
 from cula.layers.parallel import from_rank_before, shared, size_of, summed
 from cula.layers.parts import LayerCache, ShortConvolution
 
@@ -50,7 +52,9 @@ class LinearAttention(nn.Module):
                 raise ValueError(f"{who}: {name} is {size}; expected 1 or more")
         if num_v_heads % num_heads:
             raise ValueError(f"{who}: num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
-        self.tp_group, self.cp_group, tp_size = tp_group, cp_group, size_of(tp_group)
+        self.tp_group = None if tp_group is None else process_group(who, "tp", tp_group, tp.MESH_DIMS)
+        self.cp_group = None if cp_group is None else process_group(who, "cp", cp_group, cp.MESH_DIMS)
+        tp_size = size_of(self.tp_group)
         if num_heads % tp_size:
             raise ValueError(f"{who}: tp_group has {tp_size} ranks, which do not divide num_heads = {num_heads}")
         self.hidden_size, self.layer_idx, self.conv_size = hidden_size, layer_idx, conv_size
@@ -71,9 +75,10 @@ class LinearAttention(nn.Module):
         """A cache of sequences that have no tokens yet."""
         weight = self.q_proj.weight
         widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
-        conv = tuple(weight.new_zeros(num_sequences, width, self.conv_size - 1) for width in widths)
         state = (num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        return LayerCache(conv, weight.new_zeros(state, dtype=torch.float32))
+        with weight.device:  # and not `weight.new_zeros`, which makes sharded tensors of weights that FSDP shares out
+            conv = tuple(torch.zeros(num_sequences, width, self.conv_size - 1, dtype=weight.dtype) for width in widths)
+            return LayerCache(conv, torch.zeros(state, dtype=torch.float32))
 
     @torch.no_grad()
     def load_whole(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -83,13 +88,21 @@ class LinearAttention(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: parameters {sorted(mine.keys() ^ state_dict.keys())} are in one of both only"
             )
-        rank = 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+        shares = {name: self._share(name, state_dict[name], parameter.shape) for name, parameter in mine.items()}
         for name, parameter in mine.items():
-            whole = state_dict[name]
-            for dim, size in enumerate(parameter.shape):
-                if whole.shape[dim] != size:
-                    whole = whole.narrow(dim, rank * size, size)
-            parameter.copy_(whole)
+            parameter.copy_(shares[name])
+
+    def _share(self, name: str, whole: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's part of a parameter, which has its heads in one dimension or none."""
+        ranks, rank = size_of(self.tp_group), 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+        share = whole
+        for dim, size in enumerate(shape):
+            if whole.dim() == len(shape) and whole.shape[dim] == size * ranks:
+                share = share.narrow(dim, rank * size, size)
+        if share.shape != shape:
+            each = "" if ranks == 1 else f" on each of {ranks} ranks"
+            raise ValueError(f"{type(self).__name__}: {name} has shape {list(whole.shape)}; the layer's is {list(shape)}{each}")
+        return share
 
     def forward(self, hidden_states: Tensor, *, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """
@@ -134,7 +147,7 @@ class LinearAttention(nn.Module):
             raise checks.ArgumentTypeError(
                 f"{who}: cache is {type(cache).__name__}; expected a LayerCache, which new_cache makes"
             )
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.q_proj.weight.requires_grad):
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise ValueError(f"{who}: a cache is for inference; call the layer under torch.no_grad()")
         N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cache.recurrent.shape[0] != N:
