@@ -40,8 +40,6 @@ def resolve_group(who: str, prefix: str, group: Any, size: int, rank: int, dims:
         raise ValueError(f"{who}: {prefix}_size is {size}, but torch.distributed is not initialised; call init_process_group")
     group = process_group(who, prefix, dist.group.WORLD if group is None else group, dims)
     found_size, found_rank = dist.get_world_size(group), dist.get_rank(group)
-    if found_rank < 0:
-        raise ValueError(f"{who}: this process is not in {prefix}_group")
     if found_size != size:
         raise ValueError(f"{who}: {prefix}_group has {found_size} ranks, but {prefix}_size is {size}")
     if found_rank != rank:
@@ -55,6 +53,8 @@ def process_group(who: str, prefix: str, group: Any, dims: tuple[str, ...]) -> d
 
     if isinstance(group, dist.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives to the others
+        raise ValueError(f"{who}: this process is not in {prefix}_group")
     if not isinstance(group, DeviceMesh):
         raise ValueError(f"{who}: {prefix}_group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh")
     if group.ndim == 1:

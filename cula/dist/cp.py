@@ -98,12 +98,15 @@ def tp_cp_call(
         x, ranks: as in `cp_call`.
         kwargs: the keywords of `cula_<family>_cp`.
     """
-    group = resolve_tp(who, tp)
+    group, of_tokens = resolve_tp(who, tp), resolve_group(who, "sp", *ranks, MESH_DIMS)
+    device = device_of(x.q)
     with_heads = [name for name in family.value_head_dims if name in kwargs]
     x = x._replace(**{name: kwargs.pop(name) for name in with_heads})
-    if not tp.input_is_parallel:
-        x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
-    outputs = cp_call(family, x, ranks, CpOptions.taken_from(kwargs), kwargs, who)
+    with handshake.announced_refusal(who, group if tp.gather_output else None, device):
+        if not tp.input_is_parallel:
+            with handshake.announced_refusal(who, of_tokens, device):
+                x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
+        outputs = cp_call(family, x, ranks, CpOptions.taken_from(kwargs), kwargs, who)
     return gather_all(who, outputs, group, tp.tp_size) if tp.gather_output else outputs
 
 
