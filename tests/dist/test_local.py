@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -216,12 +217,13 @@ def test_tie_gives_exact_zeros():
     assert y.grad.tolist() == [1, 1]
 
 
-def test_compiled_code_breaks_the_graph_around_a_call():
+@pytest.mark.parametrize("call", [functools.partial(cula_dist.cula_kda_cp, **ALONE), cula_dist.cula_kda_tp], ids=["cp", "tp"])
+def test_compiled_code_breaks_the_graph_around_a_call(call):
     x = make(Spec(slices=(20,)))
     tokens = [x[name] for name in TOKENS["kda"]]
 
     def layer(*tokens):
-        return cula_dist.cula_kda_cp(*tokens, **ALONE)[0] * 2
+        return call(*tokens)[0] * 2
 
     assert relative_error(torch.compile(layer, backend="eager")(*tokens), layer(*tokens)) < 1e-6
 
