@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cula.core import checks
 from cula.core.constants import MAX_DECODE_TOKENS
-from cula.dist import cp, tp
+from cula.dist import cp, handshake, tp
 from cula.dist.comm import process_group
 from cula.layers.parallel import from_rank_before, shared, size_of, summed
 from cula.layers.parts import LayerCache, ShortConvolution
@@ -114,7 +114,10 @@ class LinearAttention(nn.Module):
         Returns:
             `[B, T, hidden_size]`.
         """
-        self._check(hidden_states, cache, cu_seqlens)
+        if self.cp_group is None:
+            self._check(hidden_states, cache, cu_seqlens)
+        else:
+            self._check_with_ranks(hidden_states, cache, cu_seqlens)
         x = shared(hidden_states, self.tp_group)
         q, k, v = self._convolved((self.q_proj(x), self.k_proj(x), self.v_proj(x)), cache, cu_seqlens)
         q, k, v = (t.unflatten(-1, (-1, d)) for t, d in zip((q, k, v), (self.head_k_dim, self.head_k_dim, self.head_v_dim)))
@@ -136,6 +139,9 @@ class LinearAttention(nn.Module):
             raise ValueError(f"{who}: hidden_states is {list(hidden_states.shape)}; expected [B, T, {self.hidden_size}]")
         if self.cp_group is not None and (cache is not None or cu_seqlens is not None):
             raise NotImplementedError(f"{who}: cache= and cu_seqlens= do not go with a cp_group; use cula.dist for those")
+        needed = self.conv_size - 1 if self.cp_group is not None and self.use_short_conv else 0
+        if hidden_states.shape[1] < needed:
+            raise ValueError(f"{who}: {hidden_states.shape[1]} tokens on a rank of cp_group; a convolution needs {needed}")
         if cu_seqlens is not None:  # before a convolution reads them
             checks.check_cu_seqlens(who, cu_seqlens, hidden_states, "hidden_states")
             has_values = not (torch.compiler.is_compiling() or checks.has_no_data(cu_seqlens))
@@ -156,6 +162,15 @@ class LinearAttention(nn.Module):
         if cache.recurrent.shape[1:] != state or bool(cache.conv) != bool(self.use_short_conv):
             raise ValueError(f"{who}: the cache is another layer's: a sequence has the state {list(state)} here; use new_cache")
 
+    @torch.compiler.disable
+    def _check_with_ranks(self, hidden_states: Tensor, cache: LayerCache | None, cu_seqlens: Tensor | None) -> None:
+        """`_check`, and what the ranks of `cp_group` must have in common before they hand on inputs of convolutions."""
+        who, device = type(self).__name__, hidden_states.device
+        with handshake.announced_refusal(who, self.cp_group, device):
+            self._check(hidden_states, cache, cu_seqlens)
+        signature = (("B", hidden_states.shape[0]), ("dtype", str(hidden_states.dtype)))
+        handshake.agree(who, signature, self.cp_group, device)
+
     def _convolved(self, qkv: tuple[Tensor, ...], cache: LayerCache | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
         if not self.use_short_conv:
             return tuple(F.silu(t) for t in qkv)
@@ -170,10 +185,8 @@ class LinearAttention(nn.Module):
         return tuple(out)
 
     def _of_rank_before(self, t: Tensor) -> Tensor:
-        W = self.conv_size
-        if t.shape[1] < W - 1:
-            raise ValueError(f"{type(self).__name__}: {t.shape[1]} tokens on a rank of cp_group; a convolution needs {W - 1}")
-        return from_rank_before(t[:, t.shape[1] - (W - 1) :].transpose(1, 2).contiguous(), self.cp_group)
+        last = t[:, t.shape[1] - (self.conv_size - 1) :]
+        return from_rank_before(last.transpose(1, 2).contiguous(), self.cp_group)
 
     def _cp(self) -> dict[str, Any]:
         return {

@@ -129,8 +129,12 @@ def meshes(rank: int, world: int) -> None:
 def refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="do not divide num_heads = 3"):
         layers.KimiDeltaAttention(32, num_heads=3, tp_group=dist.group.WORLD)
-    layer = make("kda", cp_group=dist.group.WORLD)
+    layer, is_last = make("kda", cp_group=dist.group.WORLD), rank == world - 1
     with pytest.raises(ValueError, match="a convolution needs 3"):
         layer(rand(1, 2, 32))
+    with pytest.raises(ValueError, match="KimiDeltaAttention: 2 tokens on a rank of cp_group; a convolution needs 3"):
+        layer(rand(1, 2 if is_last else 9, 32))
+    with pytest.raises(ValueError, match=r"KimiDeltaAttention: ranks of the group disagree on B \(1 on rank 0; 2 on rank 1\)"):
+        layer(rand(2 if is_last else 1, 9, 32))
     with pytest.raises(NotImplementedError, match="do not go with a cp_group"):
         layer(rand(1, 9, 32), cu_seqlens=torch.tensor([0, 9]))
