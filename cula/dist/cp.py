@@ -64,6 +64,7 @@ def context_parallel(
         if x.initial_state is not None:  # states travel, and kernels take them, in float32
             x = x._replace(initial_state=x.initial_state.float())
         plan = make_plan(who, x, kernels, here, cp)
+        kernels.check_values(x, counts_initial_state=here.rank == plan.call.first)
     return run_plan(who, x, plan)
 
 
@@ -152,6 +153,7 @@ def from_cp_context(
         on_host = getattr(cp_context, "cu_seqlens_cpu", None)
         local = host_offsets(offsets if on_host is None else on_host, who)
         check_tokens(who, x, local[-1], "cp_context.cu_seqlens")
+        kernels.check_values(x, counts_initial_state=False)
         share = Share(tuple(range(len(local) - 1)), local, *_reach(who, cp_context, rank, size))
         # FLA's ranks hold equally many tokens. A chain needs to know a rank's neighbours only.
         sizes = (size, 1, x.v.shape[2], x.q.shape[3], x.v.shape[3], x.q.shape[1])
