@@ -24,9 +24,10 @@ from cula.core.constants import CHUNK, LOG2_E
 from cula.gdn.bench import GATES, OTHER_HEADS, TABLE
 from cula.gdn.problem import GdnInputs, GdnOptions, check_gdn
 from cula.gdn.reference import gdn_gate
+from cula.ops.cute.gdn_abi import FEWEST_CHUNKS
 from cula.ops.cute.gdn_schedule import schedule
 
-AHEAD, MAX_WARM_UP, FORGOTTEN, FEWEST_CHUNKS = 4, 64, -25.0, 4  # of `cula/ops/cute/sm90/gdn_segments.py`, which needs the DSL
+AHEAD, MAX_WARM_UP, FORGOTTEN, MOST_MAPPED = 4, 64, -25.0, 1.3  # of `cula/ops/cute/sm90/gdn_segments.py`, which needs the DSL
 SHAPES = (*TABLE, *(((T, 1), heads) for heads in OTHER_HEADS[1:] for T in (2048, 8192)))
 
 
@@ -52,6 +53,7 @@ class Cut(NamedTuple):
 
 
 def mapped(chunks: int, pieces: int) -> Cut:
+    pieces = min(pieces, int(MOST_MAPPED * chunks**0.5 + 0.5))
     segment = -(-chunks // (pieces + 1))
     return Cut(pieces, segment, segment, segment, True)
 

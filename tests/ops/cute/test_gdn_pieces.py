@@ -16,6 +16,7 @@ from cula.core.constants import CHUNK, LOG2_E
 from cula.gdn.problem import GdnInputs, GdnOptions, GdnProblem, check_gdn
 from cula.gdn.reference import gdn_gate
 from cula.ops.cute import gdn_self_check
+from cula.ops.cute.gdn_abi import WORKSPACE
 from cula.ops.cute.gdn_schedule import Schedule
 from cula.reference import relative_error
 from tests.ops.cute import test_gdn
@@ -105,6 +106,20 @@ def test_keys_that_are_not_normalised_are_mapped(interpreted):
     o, _ = computed(p, x, Schedule(0, 3))
     assert [c.isnan().any().item() for c in o[0].split(64)] == [t >= 9 for t in range(16)]
     assert relative_error(o[:, : 64 * 9], want_o[:, : 64 * 9]) < TOLERANCE
+
+
+def test_fewer_pieces_hand_states_on_than_warm_up(interpreted, monkeypatch):
+    p, x = call([[[0.1] * 32, [30.0] * 32]])
+    cuts = [counted["cut"]([-bits] * 32, 8) for bits in (0.1, 30.0)]
+    assert [(cut.is_mapped, cut.pieces) for cut in cuts] == [(True, 7), (False, 8)]
+    kept, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: kept.append(empty(*shape, **kwargs)) or kept[-1])
+    (o, ht), (want_o, want_ht) = computed(p, x, Schedule(0, 8)), wanted(p, x)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
+    work = next(t for t in kept if t.dtype == torch.uint8)
+    done = work[WORKSPACE.offsets(records=32)["done"] :][: 4 * 32].view(torch.int32).view(2, 8, 2)  # [head, piece, block]
+    assert done.tolist() == [[[int(0 < piece < 7)] * 2 for piece in range(8)], [[0, 0]] * 8]
 
 
 # Chunks that lose 3 bits, and one that loses 13: four of them are not enough behind it, and with it they are.

@@ -5,10 +5,11 @@ A piece lacks the state at its start. Which way it gets it is found out from the
   * Warm: a piece runs over chunks before its own first, from zero and without output, as many as shrink any state below 2^-24.
     With normalised keys and write strengths up to 2 a state shrinks by e^{sum of g} at least, so the gates alone tell how many.
     All pieces take as many as the one that needs most. The first needs none, and has about as many more chunks of its own.
-  * Mapped: where that would take longer. There is one segment more than there are pieces. The first piece walks over two of them.
-    Piece p makes the map of segment p, S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and
-    another 64 rows of M, from S = I and without v; T serves both. Then it waits for the state at the start of segment p, hands
-    M S + B on, and walks over segment p + 1. So 2 / (pieces + 1) of the steps of one walk, and M never goes through memory.
+  * Mapped: where that would take longer. There is one segment more than there are pieces, of which fewer are used, if there are
+    very many, since each waits for the one before. The first piece walks over two segments. Piece p makes the map of segment p,
+    S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of M, from S = I and
+    without v; T serves both. Then it waits for the state at the start of segment p, hands M S + B on, and walks over segment
+    p + 1. So 2 / (pieces + 1) of the steps of one walk, and M never goes through memory.
 
 A pair of blocks waits for one of a lower number only, which has begun before it: `common/kda_segments.py` says what that
 relies on.
@@ -29,7 +30,7 @@ from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gdn_items import Plan, sequence_of
 from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
-from cula.ops.cute.gdn_abi import TILE_BYTES
+from cula.ops.cute.gdn_abi import FEWEST_CHUNKS, TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
 from cula.ops.cute.sm90.kda_fused_smem import send
 
@@ -38,7 +39,7 @@ from .gdn_smem import OURS, THEIRS, WARPS, Barrier
 AHEAD = 4  # chunks whose gates are on their way while those of one are added up
 MAX_WARM_UP = 64  # chunks
 FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped: one less, for what is rounded on the way
-FEWEST_CHUNKS = 4  # of a piece
+MOST_MAPPED = 1.3  # pieces that hand states on, as a multiple of the root of the chunks: to wait for one takes about a step
 
 
 # Who does what
@@ -61,9 +62,11 @@ def plan_piece(
     # chunks of a piece's own; how many more the first has; over how many the others walk before
     length, more, before, is_mapped = chunks, I32(0), I32(0), I32(0)
     if pieces > 1:
-        segment, is_mapped = (chunks + pieces) // (pieces + 1), I32(1)
+        root = cute.math.sqrt(chunks.to(F32), fastmath=True)
+        mapped = cutlass.min(pieces, (F32(MOST_MAPPED) * root + F32(0.5)).to(I32))
+        segment, is_mapped = (chunks + mapped) // (mapped + 1), I32(1)
         if cutlass.const_expr(variant.is_normalised):
-            most = cutlass.min(2 * segment + pieces - 1 - (chunks + pieces - 1) // pieces, MAX_WARM_UP)
+            most = cutlass.min(2 * segment + mapped - 1 - (chunks + pieces - 1) // pieces, MAX_WARM_UP)
             head = Head(hv, begin, tokens)
             length, more, before = warm_up(gates, scalars, head, warm_ups, chunks, pieces, most)
             is_mapped = I32(1) if before > most else I32(0)
@@ -120,7 +123,7 @@ def warm_up(
         length = (chunks - more + pieces - 1) // pieces
         for boundary in cutlass.range(wid + 1, pieces, WARPS, unroll=1):
             chunk = more + boundary * length
-            chunk = chunk if chunk < chunks else I32(0)
+            chunk = chunk if chunk < chunks and ours <= most else I32(0)
             ours = cutlass.max(ours, chunks_to_forget(gates.g, head, chunk, most, scalars.has_gate, a, bias))
         warm_ups[wid] = ours
         cute.arch.sync_threads()
