@@ -5,7 +5,7 @@
 
 Counted on a CPU, in float64, for the gates and shapes of `cula/gdn/bench.py`, with keys that are normalised in the kernel;
 nothing is timed. A step is a chunk of a pair of blocks, 1.9 us on an H200. To hand a state on counts as one, too.
-For each gate: steps of the slowest head and, in brackets, of a head on average, with warm-ups over four chunks -> with these.
+For each gate: steps of the slowest head and, in brackets, of a head on average, when warm-ups had four chunks -> now.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import NamedTuple
 
 import torch
 
+from cula.bench.cases import Case
 from cula.bench.inputs import make
 from cula.bench.shapes import TRAINING, batch
 from cula.core.constants import CHUNK, LOG2_E
-from cula.gdn.bench import GATES, OTHER_HEADS, TABLE
-from cula.gdn.problem import GdnInputs, GdnOptions, check_gdn
+from cula.gdn.bench import GATES, TABLE
+from cula.gdn.problem import GdnInputs, GdnOptions, GdnProblem, check_gdn
 from cula.gdn.reference import gdn_gate
 from cula.ops.cute.gdn_abi import FEWEST_CHUNKS
 from cula.ops.cute.gdn_schedule import schedule
 
 AHEAD, MAX_WARM_UP, FORGOTTEN, MOST_MAPPED = 4, 64, -25.0, 1.3  # of `cula/ops/cute/sm90/gdn_segments.py`, which needs the DSL
-SHAPES = (*TABLE, *(((T, 1), heads) for heads in OTHER_HEADS[1:] for T in (2048, 8192)))
+SHAPES = (*TABLE, *(((T, 1), (2, 4)) for T in (2048, 4096, 8192)), ((32768, 1), (1, 1)))  # 2/4: an eighth of 16/32
 
 
 class Cut(NamedTuple):
@@ -53,9 +54,13 @@ class Cut(NamedTuple):
 
 
 def mapped(chunks: int, pieces: int) -> Cut:
-    pieces = min(pieces, int(MOST_MAPPED * chunks**0.5 + 0.5))
+    pieces = min(pieces, most_mapped(chunks))
     segment = -(-chunks // (pieces + 1))
     return Cut(pieces, segment, segment, segment, True)
+
+
+def most_mapped(chunks: int) -> int:
+    return int(MOST_MAPPED * chunks**0.5 + 0.5)
 
 
 def cut(decays: Sequence[float], pieces: int) -> Cut:
@@ -88,15 +93,24 @@ def chunks_to_forget(decays: Sequence[float], most: int) -> int:
     return len(decays)
 
 
-def steps_with_four(decays: Sequence[float], pieces: int) -> int:
-    """What it was while all pieces of a head warmed up over four chunks, or were mapped."""
+def steps_before(decays: Sequence[float], pieces: int) -> int:
+    """What it was while all pieces of a head warmed up over four chunks, or were mapped, and there were no more than for maps."""
     chunks = len(decays)
-    pieces = max(1, min(pieces, chunks // FEWEST_CHUNKS))
+    pieces = max(1, min(pieces, chunks // FEWEST_CHUNKS, most_mapped(chunks)))
     length = -(-chunks // pieces)
     if pieces == 1:
         return chunks
     is_warm = all(at <= 4 or sum(decays[at - 4 : at]) < FORGOTTEN for at in range(length, chunks, length))
     return length + 4 if is_warm else mapped(chunks, pieces).steps
+
+
+def decays_of(case: Case) -> tuple[GdnProblem, list[list[float]]]:
+    """The problem of a call on a Hopper, and log2 decays of the chunks of its heads."""
+    x = make(case, torch.device("cpu"))
+    options = GdnOptions(use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    problem, _ = check_gdn(GdnInputs(x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias), options)
+    g = torch.nn.functional.pad(LOG2_E * gdn_gate(x.g, x.A_log, x.dt_bias), (0, 0, 0, -case.lens[0] % CHUNK))
+    return replace(problem, sm=(9, 0)), g.unflatten(1, (-1, CHUNK)).sum(2).mT.flatten(0, 1).tolist()
 
 
 def main() -> None:
@@ -105,27 +119,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10**9, help="of a shape, at most")
     args = parser.parse_args()
     print("| heads, tokens | pieces | mapped | " + " | ".join(GATES) + " |\n" + "|---" * (3 + len(GATES)) + "|")
-    options = GdnOptions(use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
     for (total, N), (H, HV) in SHAPES:
-        case, cells, options = (
-            batch("gdn-train", "gdn_train", total, H, N, HV=HV, flags=TRAINING),
-            [],
-            GdnOptions(True, True, True),
-        )
+        if total > args.tokens:
+            continue
+        cells = []
         for gate in GATES:
-            x = make(replace(case, gate=gate), torch.device("cpu"))
-            problem, _ = check_gdn(GdnInputs(x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias), options)
-            made = schedule(replace(problem, sm=(9, 0)), args.sms)
+            case = batch("gdn-train", "gdn_train", total, H, N, HV=HV, flags=TRAINING, gate=gate)
+            problem, heads = decays_of(case)
+            made = schedule(problem, args.sms)
             assert made is not None
-            if made.pieces < 2 or args.tokens < total:
+            if made.pieces < 2:
                 break
-            g = torch.nn.functional.pad(LOG2_E * gdn_gate(x.g, x.A_log, x.dt_bias), (0, 0, 0, -x.g.shape[1] % CHUNK))
-            heads = [of.tolist() for of in g.unflatten(1, (-1, CHUNK)).sum(2).mT.flatten(0, 1)]
-            was, now = [steps_with_four(of, made.pieces) for of in heads], [cut(of, made.pieces).steps for of in heads]
+            was, now = [steps_before(of, made.pieces) for of in heads], [cut(of, made.pieces).steps for of in heads]
             cells.append(f"{max(was)} -> {max(now)} ({statistics.mean(was):.0f} -> {statistics.mean(now):.0f})")
         if cells:
-            whole = mapped(-(-total // (N * CHUNK)), made.pieces).steps
-            print(f"| {H}/{HV} {N}x{total // N} | {made.pieces} | {whole} | " + " | ".join(cells) + " |", flush=True)
+            longest = mapped(len(heads[0]), made.pieces).steps
+            print(f"| {H}/{HV} {N}x{total // N} | {made.pieces} | {longest} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

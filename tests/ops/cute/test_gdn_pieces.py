@@ -18,6 +18,7 @@ from cula.gdn.reference import gdn_gate
 from cula.ops.cute import gdn_self_check
 from cula.ops.cute.gdn_abi import WORKSPACE
 from cula.ops.cute.gdn_schedule import Schedule
+from cula.ops.cute.toolchain import loader
 from cula.reference import relative_error
 from tests.ops.cute import test_gdn
 from tests.ops.cute.test_gdn import HOPPER_SM, STATE_TOLERANCE, TOLERANCE, D, computed, wanted
@@ -31,12 +32,12 @@ FORGOTTEN_IN_PTX = "0fC1C80000"  # -25
 
 
 def call(
-    bits: list[list[list[float]]], ends: int = 10, is_packed: bool = True, is_normalised: bool = True
+    bits: list[list[list[float]]], is_packed: bool = True, is_normalised: bool = True, device: str = "cpu"
 ) -> tuple[GdnProblem, GdnInputs]:
-    """Sequences with heads whose chunks lose so many bits of a state: `bits[sequence][head][chunk]`. Their last chunks are `ends`
+    """Sequences with heads whose chunks lose so many bits of a state: `bits[sequence][head][chunk]`. Their last chunks are ten
     tokens short. Keys are normalised in the kernel, or before."""
     random = torch.Generator().manual_seed(2)
-    tokens, HV = [max(0, 64 * len(of[0]) - ends) for of in bits], len(bits[0])
+    tokens, HV = [max(0, 64 * len(of[0]) - 10) for of in bits], len(bits[0])
     T = sum(tokens)
     q, k, v = (torch.randn(1, T, heads, D, generator=random) for heads in (1, 1, HV))
     if not is_normalised:
@@ -52,7 +53,8 @@ def call(
     )
     if not is_packed:
         x = GdnInputs(*(t.unflatten(1, (len(bits), -1)).squeeze(0) for t in x[:5]), initial_state=x.initial_state)
-    p, x = check_gdn(x, GdnOptions(use_qk_l2norm_in_kernel=is_normalised, output_final_state=True))
+    options = GdnOptions(use_qk_l2norm_in_kernel=is_normalised, output_final_state=True)
+    p, x = check_gdn(GdnInputs(*(None if t is None else t.to(device) for t in x)), options)
     return dataclasses.replace(p, sm=HOPPER_SM), x
 
 
@@ -74,13 +76,12 @@ def passed_over(cut, chunks: int, place: int) -> list[bool]:
 CUTS = [(1, 9, 2), (3, 16, 2), (5, 20, 2), (9, 40, 2), (12, 58, 2), (6, 16, 4)]
 
 
-@pytest.mark.parametrize("case", slow_but(CUTS, [CUTS[1], CUTS[2], CUTS[5]]), ids=str)
-def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
-    """Two heads for which they are just enough, with a NaN in front of a warm-up and in its first chunk, and one for which they
+def check_walks(case: tuple[int, int, int], device: str = "cpu") -> None:
+    """Two heads for which chunks are just enough, with a NaN in front of a warm-up and in its first chunk, and one for which they
     are not; numbers of all that did not pass over one."""
     needed, chunks, pieces = case
     speeds = [even(needed, chunks), even(needed, chunks), even(needed, chunks, False)]
-    p, x = call([speeds])
+    p, x = call([speeds], device=device)
     cuts = [counted["cut"]([-bits for bits in of], pieces) for of in speeds]
     assert cuts[0].before == needed and not cuts[0].is_mapped
     assert cuts[2].is_mapped or cuts[2].before == needed + 1
@@ -97,6 +98,19 @@ def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
         assert relative_error(o[0, kept, head], want_o[0, kept, head]) < TOLERANCE
         assert ht[0, head].isnan().any() == expected[-1]
     assert relative_error(ht[0, 0], want_ht[0, 0]) < STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("case", slow_but(CUTS, [CUTS[2], CUTS[5]]), ids=str)
+def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
+    check_walks(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUTS, ids=str)
+def test_on_a_gpu(case):
+    if torch.cuda.get_device_capability() != HOPPER_SM or loader.missing("sm_90a"):
+        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+    check_walks(case, "cuda")
 
 
 def test_keys_that_are_not_normalised_are_mapped(interpreted):
@@ -145,7 +159,7 @@ def test_a_warm_up_that_is_too_short_is_noticed(interpreted):
     assert error_behind_a_large_state() > 5 * TOLERANCE
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("is_packed", slow_but([True, False], [True]))
 def test_sequences_of_a_call_are_cut_by_themselves(interpreted, is_packed):
     """Warm, mapped and whole ones, with heads of several speeds, and without tokens."""
     bits = [[even(3, 12), [0.5] * 12], [[9.0] * 12, even(2, 12)]]
@@ -165,6 +179,7 @@ def test_all_orders_give_the_same_bits(interpreted, order):
     assert all(torch.equal(a, b) for a, b in zip(first, computed(p, x, Schedule(0, 2))))
 
 
+@pytest.mark.slow
 def test_boundaries_are_counted_by_all_warps_in_turns(interpreted):
     """More of them than warps, and the slowest is the last."""
     bits = [30.0] * 76
