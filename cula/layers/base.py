@@ -74,11 +74,15 @@ class LinearAttention(nn.Module):
     def new_cache(self, num_sequences: int) -> LayerCache:
         """A cache of sequences that have no tokens yet."""
         weight = self.q_proj.weight
-        widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
-        state = (num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        convs, state = self._cache_shapes()
         with weight.device:  # and not `weight.new_zeros`, which makes sharded tensors of weights that FSDP shares out
-            conv = tuple(torch.zeros(num_sequences, width, self.conv_size - 1, dtype=weight.dtype) for width in widths)
-            return LayerCache(conv, torch.zeros(state, dtype=torch.float32))
+            conv = tuple(torch.zeros(num_sequences, *shape, dtype=weight.dtype) for shape in convs)
+            return LayerCache(conv, torch.zeros(num_sequences, *state, dtype=torch.float32))
+
+    def _cache_shapes(self) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        """What the cache holds of one sequence: past inputs of each convolution, and the state."""
+        widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
+        return [(width, self.conv_size - 1) for width in widths], (self.num_v_heads, self.head_v_dim, self.head_k_dim)
 
     @torch.no_grad()
     def load_whole(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -158,9 +162,11 @@ class LinearAttention(nn.Module):
         N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cache.recurrent.shape[0] != N:
             raise ValueError(f"{who}: the cache is of {cache.recurrent.shape[0]} sequences; the call has {N}")
-        state = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        if cache.recurrent.shape[1:] != state or bool(cache.conv) != bool(self.use_short_conv):
+        convs, state = self._cache_shapes()
+        if cache.recurrent.shape[1:] != state:
             raise ValueError(f"{who}: the cache is another layer's: a sequence has the state {list(state)} here; use new_cache")
+        if [tuple(t.shape[1:]) for t in cache.conv] != convs:
+            raise ValueError(f"{who}: the cache is another layer's: convolutions keep inputs {convs} here; use new_cache")
 
     @torch.compiler.disable
     def _check_with_ranks(self, hidden_states: Tensor, cache: LayerCache | None, cu_seqlens: Tensor | None) -> None:

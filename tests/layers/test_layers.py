@@ -226,12 +226,18 @@ def test_a_cache_of_other_sequences_is_refused_and_left_alone():
     assert not any(t.any() for t in (*cache.conv, cache.recurrent))
 
 
+def of_kda(**change):
+    return layers.KimiDeltaAttention(**LAYERS["kda"][1] | change)
+
+
 @pytest.mark.parametrize(
     ("cache", "error", "words"),
     [
         (lambda: {}, TypeError, "cache is dict; expected a LayerCache"),
         (lambda: make("lightning").new_cache(2), ValueError, "the cache is another layer's"),
         (lambda: layers.KimiDeltaAttention(32, head_dim=4, num_heads=2).new_cache(2), ValueError, "the cache is another layer's"),
+        (lambda: of_kda(conv_size=3).new_cache(2), ValueError, r"the cache is another layer's: convolutions .* \[\(32, 3\), "),
+        (lambda: of_kda(use_short_conv=False).new_cache(2), ValueError, "the cache is another layer's: convolutions"),
     ],
 )
 def test_a_cache_of_another_layer_is_refused(cache, error, words):
