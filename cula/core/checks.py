@@ -224,7 +224,8 @@ def as_number(who: str, name: str, given: Any) -> float:
             raise TypeError(f"{type(given).__name__} is text")
         return float(given)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{who}: {name} is {given!r}; expected a number") from error
+        shown = f"a tensor of shape {shape_of(given)}" if isinstance(given, Tensor) else repr(given)
+        raise ArgumentTypeError(f"{who}: {name} is {shown}; expected a number") from error
 
 
 def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> None:

@@ -20,8 +20,7 @@ backward are the same backend's.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,31 +42,26 @@ DECODE_ENCODING = encoding_of(DecodeOptions)
 # Eager
 
 
-def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """The backward of an autograd node whose gradients have none of their own: who differentiates them (`create_graph=True`) is
-    told so.
+def without_gradient(grads: Sequence[Tensor | None], of: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients that a backward has made of these tensors, and that have no gradient of their own: who differentiates them
+    (`create_graph=True`) is told so.
 
     torch's `once_differentiable` tells where the incoming gradient requires one. That of a plain sum does not, and a penalty on
     the gradients of such a loss would be a constant, without a word.
     """
-
-    @functools.wraps(backward)
-    def marked(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
-            grads = backward(ctx, *incoming)
-        if not torch.is_grad_enabled():
-            return grads
-        return _Gradients.apply(torch.zeros((), requires_grad=True), *grads)
-
-    return marked
+    if not torch.is_grad_enabled():
+        return grads
+    needing = [t for t in of if t is not None and t.requires_grad]
+    needing.append(torch.zeros((), requires_grad=True))  # activation checkpointing hands over tensors that are detached
+    return _Gradients.apply(len(needing), *needing, *grads)
 
 
 class _Gradients(torch.autograd.Function):
-    """Gradients as they are, behind a tensor that makes them require one."""
+    """Gradients as they are, behind the tensors that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[count:]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
@@ -90,15 +84,15 @@ class Attention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
         count = len(ctx.Inputs._fields)
-        x, saved = ctx.Inputs(*tensors[:count]), tensors[count:]
-        if do is None:
-            do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        grads = _backward(ctx.problem, ctx.choice.backward, x, saved, do, dht)
-        return None, None, None, *grads, None  # none for cu_seqlens
+        x, saved, given = ctx.Inputs(*tensors[:count]), tensors[count:], (do, dht)
+        with torch.no_grad():
+            if do is None:
+                do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+            grads = _backward(ctx.problem, ctx.choice.backward, x, saved, do, dht)
+        return None, None, None, *without_gradient(grads, (*x, *given)), None  # none for cu_seqlens
 
 
 def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:

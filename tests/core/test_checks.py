@@ -422,6 +422,17 @@ def test_text_is_no_scale(text):
         assert_refused(function, arguments, ArgumentTypeError, f"scale is {text!r}; expected a number")
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 4, 16, 8)])
+def test_a_tensor_that_is_no_scale_is_told_by_its_shape(shape):
+    """As where a state stands in the place of `scale`."""
+    message = f"scale is a tensor of shape {list(shape)}; expected a number"
+    for function, arguments in (
+        (cula.cula_kda, kda_arguments(scale=torch.zeros(shape))),
+        (cula.cula_decode, decode_arguments(scale=torch.zeros(shape))),
+    ):
+        assert_refused(function, arguments, ArgumentTypeError, message)
+
+
 def test_training_with_inference_only_arguments_is_refused():
     arguments = kda_arguments()
     arguments["q"].requires_grad_()
