@@ -227,7 +227,7 @@ def _fake_outputs(request: Any, has_out: bool) -> tuple[Tensor, Tensor, Tensor]:
         if p.is_packed:
             raise NotImplementedError(
                 f"{request.who}: return_intermediate_states with cu_seqlens has a shape that depends on data; "
-                "call it outside torch.compile"
+                "call it on tensors with data, outside torch.compile"
             )
         states = x.q.new_empty((p.B, -(-p.T // CHUNK), p.HV, p.V, p.K), dtype=torch.float32)
     o = None if has_out else x.v.new_empty(p.B, p.T, p.HV, p.V)
