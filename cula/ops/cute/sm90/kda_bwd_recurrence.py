@@ -42,6 +42,7 @@ from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
 from cula.ops.cute.common.fragments import shared_at, widen
+from cula.ops.cute.common.lanes import WARP, largest_over
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -413,9 +414,7 @@ def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage:
         for a in cutlass.range_constexpr(2):
             top[a] = top[a] * w.factor[a]
         largest(w.S, top)
-        highest = cute.arch.fmax(top[0], top[1])
-        for off in (1, 2, 4, 8, 16):
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=off))
+        highest = largest_over(WARP, cute.arch.fmax(top[0], top[1]))
         if lane == 0:
             storage.tops[ours] = highest
         barrier.arrive_and_wait()
