@@ -9,7 +9,6 @@ heads are few, KDA's kernels serve, with one gate a head.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,7 @@ from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of, zeros_on
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -224,7 +223,7 @@ def _launch(
     (h0, ht), (read_from, write_to), of = states, slots, places(x, Serving)
     is_indexed, has_workspace = write_to is not None, bool(schedule.workspace_bytes(p.N * p.HV))
     operands = {name: Operand(getattr(x, name), of[name]) for name in (*TOKENS, "A_log")}
-    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], _no_bias(x.q.device, p.HV))
+    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], zeros_on(x.q.device, p.HV))
     operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
     operands["h0"] = Operand(h0, of["state_pool" if is_indexed else "initial_state"])
     operands["ht"] = Operand(ht, of["state_pool"] if is_indexed else ~1)
@@ -242,7 +241,7 @@ def _schedule_of(p: GdnProblem, device: torch.device, schedule: Schedule) -> Cal
     def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made is None or made.kernel != schedule.kernel or are_too_many(kda_problem(other)):
+        if made is None or made.kernel != schedule.kernel or are_too_many(other):
             return None
         size = made.workspace_bytes(N * HV)
         if bool(size) != has_workspace:
@@ -250,12 +249,6 @@ def _schedule_of(p: GdnProblem, device: torch.device, schedule: Schedule) -> Cal
         return Scheduled(tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None)
 
     return schedule_of
-
-
-@functools.cache
-def _no_bias(device: torch.device, HV: int) -> Tensor:
-    """dt_bias where a call has none."""
-    return torch.zeros(HV, dtype=torch.float32, device=device)
 
 
 def _numbers(

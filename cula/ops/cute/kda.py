@@ -40,7 +40,7 @@ from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
 from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_operands
 from cula.ops.cute.states_abi import StateKind
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of, zeros_on
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -260,9 +260,10 @@ def _launches(
 ) -> list[Launch]:
     """What a call launches, on tensors that kernels can read as they are. A workspace that is saved is the third of a record's
     outputs, and one that is not comes after two."""
-    of, (no_A, no_bias) = places(x, Serving), _no_gate(x.q.device, p.HV)
+    of, device = places(x, Serving), x.q.device
     operands = {name: Operand(getattr(x, name), of[name]) for name in TOKENS}
-    operands |= {"A_log": Operand(x.A_log, of["A_log"], no_A), "dt_bias": Operand(x.dt_bias, of["dt_bias"], no_bias)}
+    operands["A_log"] = Operand(x.A_log, of["A_log"], zeros_on(device, p.HV))
+    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], zeros_on(device, p.HV, K))
     operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
     operands |= state_operands(of, x.initial_state, ht, pool, ~1)
     operands["kept"] = Operand(None if kept is None else kept.states, of["checkpoint_states"])
@@ -353,9 +354,3 @@ def _sizes(p: KdaProblem, schedule: Schedule, which: str) -> dict[str, int]:
         "has_transitions": int(schedule.has_transitions),
         "helpers": schedule.helpers,
     }
-
-
-@functools.cache
-def _no_gate(device: torch.device, HV: int) -> tuple[Tensor, Tensor]:
-    """A_log and dt_bias where a call has none."""
-    return torch.zeros(HV, dtype=torch.float32, device=device), torch.zeros((HV, K), dtype=torch.float32, device=device)

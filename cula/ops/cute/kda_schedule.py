@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from cula.core.constants import CHUNK
+from cula.core.problem import Problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.archs import arch_of
 from cula.ops.cute.kda_abi import ANY_LENGTH, NO_LENGTH, WORKSPACE
@@ -41,8 +42,8 @@ SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
 
 
-def are_too_many(problem: KdaProblem) -> str | None:
-    """Why a call has more tokens than the kernels can count, as a sentence; None if it has not."""
+def are_too_many(problem: Problem) -> str | None:
+    """Why a call of KDA or Gated DeltaNet has more tokens than the kernels can count, as a sentence; None if it has not."""
     p = problem
     if p.B * p.T // CHUNK + p.N >= MOST_CHUNKS:
         return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"

@@ -35,6 +35,12 @@ def sms_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def zeros_on(device: torch.device, *shape: int) -> Tensor:
+    """Zeros in float32, which stand for a gate's parameter where a call has none. Nobody writes to them."""
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
 def stream_of(device: torch.device) -> int:
     """The stream that a call's kernels go to."""
     return torch.cuda.current_stream(device).cuda_stream

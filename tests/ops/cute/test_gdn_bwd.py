@@ -17,7 +17,7 @@ from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
-from cula.ops.cute import gdn_bwd
+from cula.ops.cute import gdn_bwd, kda_bwd_call
 from cula.ops.cute.gdn_bwd_abi import BACKWARD
 from cula.ops.cute.kda_bwd_schedule import schedule, split_into
 from cula.ops.cute.toolchain import loader
@@ -221,7 +221,7 @@ def launched(monkeypatch, request):
     )  # fmt: skip
     monkeypatch.setattr(gdn_bwd, "stream_of", lambda device: 0)
     monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
-    monkeypatch.setattr(gdn_bwd, "sms_of", lambda device: NUM_SMS)
+    monkeypatch.setattr(kda_bwd_call, "sms_of", lambda device: NUM_SMS)
     replay_on_cpu(monkeypatch)
     return calls
 

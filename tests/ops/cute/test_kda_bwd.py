@@ -19,9 +19,9 @@ from cula.core.operator import Attention
 from cula.core.replay import cache, record
 from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
-from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_schedule
+from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_bwd_call, kda_schedule
 from cula.ops.cute.kda_abi import SPLIT
-from cula.ops.cute.kda_bwd_abi import BACKWARD, Home, Makes, tiles_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WORKSPACE, Home, Makes, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import schedule
 from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
@@ -269,7 +269,7 @@ def test_tiles_are_of_the_call(launched):
 
 
 def homes_of(p: KdaProblem | GdnProblem, lends: bool = True) -> tuple[Home, Home]:
-    sizes = kda_bwd.sizes_of(p, schedule(p, NUM_SMS), lends)
+    sizes = kda_bwd_call.sized_by(WORKSPACE, p, schedule(p, NUM_SMS), lends).numbers
     return sizes["home_of_T"], sizes["home_of_P"]
 
 
@@ -316,20 +316,21 @@ def test_bytes_at_the_peak(change, most):
     """Outputs, gradients and the workspace at T=8192 and 32 value heads, where FLA took 2,022,703,104 above the inputs
     (`benchmarks/results/H200-kda-train.json`)."""
     p = dataclasses.replace(HOPPER, **LENGTHS | {"HV": 32} | change)
-    made_for = schedule(p, NUM_SMS)
-    work = kda_bwd._workspace_bytes(p, made_for, has_tiles=False)
+    made = schedule(p, NUM_SMS)
+    work = kda_bwd.sized(p, made, has_tiles=False).workspace
     assert work <= most
     gradients = [shape.numel() * dtype.itemsize for shape, dtype in of_gradients(p)]
     assert work + p.T * p.HV * p.V * 2 + sum(gradients) < 2_022_703_104 / 2
     # The tiles that a forward keeps are not the backward's, and passes without gradients have nothing behind the recurrences.
-    tiles = tiles_bytes(made_for.chunks * p.HV)
-    assert kda_bwd._workspace_bytes(p, made_for, has_tiles=True) + tiles >= work
+    tiles = tiles_bytes(made.chunks * p.HV)
+    assert kda_bwd.sized(p, made, has_tiles=True).workspace + tiles >= work
     for makes in (Makes.TRANSITION, Makes.STATE_GRAD):
-        assert kda_bwd._workspace_bytes(p, made_for, False, makes) == tiles + 128
+        assert kda_bwd.sized(p, made, False, makes).workspace == tiles + 128
 
 
 def of_gradients(p: KdaProblem) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(torch.Size(form[0]), form[2]) for form in kda_bwd.forms(p, (True, True, True)) if form is not None]
+    found = kda_bwd_call.forms(p, kda_bwd_call.Present(A_log=True, dt_bias=True, initial_state=True))
+    return [(torch.Size(form[0]), form[2]) for form in found if form is not None]
 
 
 # Who is served
@@ -433,7 +434,7 @@ def launched(monkeypatch, request):
     )  # fmt: skip
     monkeypatch.setattr(kda_bwd, "stream_of", lambda device: 0)
     monkeypatch.setattr(kda_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
-    monkeypatch.setattr(kda_bwd, "sms_of", lambda device: NUM_SMS)
+    monkeypatch.setattr(kda_bwd_call, "sms_of", lambda device: NUM_SMS)
     replay_on_cpu(monkeypatch)
     return calls
 
