@@ -220,7 +220,7 @@ def test_another_sequences_nan_stays_there(device):
 def force(monkeypatch, per_seq):
     """A schedule with so many segments to a sequence, whatever is cheapest."""
     choose = lambda problem, num_sms: make_schedule(problem, "d128", per_seq, NUM_SMS)
-    monkeypatch.setattr(lightning, "_schedule_on", lambda problem, device: choose(problem, NUM_SMS))
+    monkeypatch.setattr(lightning, "schedule_on", lambda problem, device: choose(problem, NUM_SMS))
     monkeypatch.setattr(lightning, "choose_schedule", choose)
     monkeypatch.setattr(lightning, "sms_of", lambda device: NUM_SMS)
 

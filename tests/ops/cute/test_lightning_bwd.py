@@ -259,8 +259,8 @@ def launched(monkeypatch, request):
 
 def force(monkeypatch, kernel, per_seq):
     """A schedule with so many segments to a sequence, whatever is cheapest."""
-    made = lambda problem, device: make_schedule(problem, kernel, per_seq, NUM_SMS, BACKWARD)
-    monkeypatch.setattr(lightning_bwd, "_schedule_on", made)
+    made = lambda problem, device, of: make_schedule(problem, kernel, per_seq, NUM_SMS, of)
+    monkeypatch.setattr(lightning_bwd, "schedule_on", made)
 
 
 @pytest.mark.parametrize("name", CASES)
