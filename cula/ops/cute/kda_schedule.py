@@ -117,14 +117,28 @@ def split(problem: KdaProblem, num_sms: int) -> Schedule:
     shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
     wanted = max(1, min(sms_each, -(-mean // shortest)))
     if wanted == 1 and p.is_packed:
-        return split_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
+        return split_into(p, whole_chunks(p), num_sms)
     made = split_into(p, -(-mean // wanted), num_sms)
     return made._replace(per_chained_segment=chained_segment(p, made, mean))
 
 
-def mean_chunks(problem: KdaProblem) -> int:
+def mean_chunks(problem: Problem) -> int:
     """Chunks of a sequence, as if all were alike."""
     return -(-problem.T // (CHUNK * (problem.N if problem.is_packed else 1)))
+
+
+def whole_chunks(problem: Problem) -> int:
+    """More chunks than a sequence has: a segment of so many is all of it."""
+    return -(-problem.T // CHUNK) + 1
+
+
+def varlen_numbers(problem: Problem, per_segment: int) -> tuple[int, int]:
+    """How many numbers chunks take, and segments of so many chunks (`common/varlen_index.py`)."""
+    p = problem
+    if p.is_packed:
+        return p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
+    of_one = -(-p.T // CHUNK)
+    return p.B * of_one, p.B * -(-of_one // per_segment)
 
 
 def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
@@ -144,12 +158,7 @@ def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
 
 def split_into(problem: KdaProblem, per_segment: int, num_sms: int, per_chained_segment: int | None = None) -> Schedule:
     """Segments of so many chunks. A single sequence may have helpers, on SMs that have no segment."""
-    p = problem
-    if p.is_packed:
-        chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
-    else:
-        chunks_of_one = -(-p.T // CHUNK)
-        chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
+    p, (chunks, segments) = problem, varlen_numbers(problem, per_segment)
     helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
     return Schedule(chunks, segments, per_segment, per_chained_segment or per_segment, segments > p.N, helpers)
 
