@@ -93,7 +93,7 @@ from cula.ops.cute.common.kda_intra_steps import (
 )
 from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, tma_split
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.kda_abi import BETA, BOUND, LOWER_LEFT, TILE_BYTES, UPPER_RIGHT
 
 THREADS = 256
@@ -167,7 +167,8 @@ def intra_kernel(
         leave_to_fused(mCu, scalars.longest, is_last=False)
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
-    hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)
+    hv, number, begin, start, tokens = chunk_of_block(mCu, length, halvings)
+    clear_done(results, hv, number)
     if start < tokens:
         place = Place(hv, head_of(hv, group), number, begin + start, tokens - start)
         intra_chunk(tma, gates, results, scalars, mmas, lt, variant, has_whole_squares, place)
@@ -184,18 +185,11 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def chunk_of_block(results: cutlass.Constexpr, mCu: cute.Tensor, length: I32, halvings: I32):
-    """(Value head, number of the chunk, first token of the sequence, first token of the chunk in it, tokens of the sequence)."""
-    hv, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, mCu, length, halvings)
-        chunk = number - first
+def clear_done(results: cutlass.Constexpr, hv: I32, number: I32):
+    """Of the segment that has the block's number, if there is one: the recurrence counts."""
     segment = number * results.mVec.shape[1] + hv
     if segment < cute.size(results.mDone) and cute.arch.thread_idx()[0] == 0:
-        results.mDone[segment] = I32(0)  # for the recurrence, which counts
-    return hv, number, begin, chunk * 64, tokens
+        results.mDone[segment] = I32(0)
 
 
 @cute.jit

@@ -49,7 +49,7 @@ from cula.ops.cute.common.kda_intra import (
     IntraScalars,
     IntraTma,
     Place,
-    chunk_of_block,
+    clear_done,
     finish_loads,
     head_of,
     read_ahead,
@@ -75,6 +75,7 @@ from cula.ops.cute.common.kda_intra_steps import (
     sums_of,
 )
 from cula.ops.cute.common.tiles import I32, tile_layout
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.kda_abi import BETA, BOUND
 
 from .kda_intra_scores import COLUMNS, key_tile, multiply_scores, multiply_squares, read_scores, read_squares, scores_of
@@ -130,7 +131,8 @@ def intra_kernel(
     """A block for each (value head, number of a chunk). T and P are written as whole squares."""
     assert has_whole_squares
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
-    hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)
+    hv, number, begin, start, tokens = chunk_of_block(mCu, length, halvings)
+    clear_done(results, hv, number)
     if start < tokens:
         place = Place(hv, head_of(hv, group), number, begin + start, tokens - start)
         intra_chunk(tma, gates, results, scalars, mmas, lt, variant, place)

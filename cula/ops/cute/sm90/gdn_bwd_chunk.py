@@ -65,7 +65,7 @@ from cula.ops.cute.common.tiles import (
     tile_at,
     tile_layout,
 )
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS, SHARES
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
@@ -284,14 +284,8 @@ class Sums(NamedTuple):
 def chunk_kernel(tma: ChunkTma, memory: ChunkMemory, scalars: ChunkScalars, mmas: Mmas, variant: cutlass.Constexpr):
     """A block for each (key head, number of a chunk)."""
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one may be launched before it has ended
-    h, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    length = scalars.length
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, memory.mCu, length, scalars.halvings)
-        chunk = number - first
-    start, tid = chunk * 64, cute.arch.thread_idx()[0]
+    h, number, begin, start, tokens = chunk_of_block(memory.mCu, scalars.length, scalars.halvings)
+    tid = cute.arch.thread_idx()[0]
     if start < tokens:
         wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         me = Thread(tid, wid, lane, wid >> 2, 16 * (wid & 3) + (lane >> 2), lane & 3)

@@ -73,7 +73,7 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
     tma_split,
 )
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S, OF_STRENGTHS, OF_V
 from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
@@ -244,14 +244,8 @@ def chunk_kernel(
 ):
     """A block for each (value head, number of a chunk)."""
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one may be launched before it has ended
-    hv, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    length = scalars.length
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, memory.mCu, length, scalars.halvings)
-        chunk = number - first
-    start, tid = chunk * 64, cute.arch.thread_idx()[0]
+    hv, number, begin, start, tokens = chunk_of_block(memory.mCu, scalars.length, scalars.halvings)
+    tid = cute.arch.thread_idx()[0]
     if start < tokens:
         place = Place(
             hv, hv // scalars.group, number, number * memory.mVec.shape[1] + hv, begin + start, tokens - start
