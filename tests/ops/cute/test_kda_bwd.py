@@ -29,7 +29,7 @@ from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_dispatch import HOPPER
 from tests.support.orders import in_each_order
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay, stand_in
 from tests.support.variants import HOPPER_KDA_BWD
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, Edit, without, without_wait
@@ -427,16 +427,10 @@ def test_who_keeps_tiles(monkeypatch):
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The arguments of every launch, by name, instead of launches."""
-    calls = []
-    kernel, names = stand_in(request.param), [a.name for a in BACKWARD.args]
-    monkeypatch.setattr(
-        kda_bwd, "load", lambda name, arch: kernel(lambda *given: calls.append((name, dict(zip(names, given[:-1])))))
-    )  # fmt: skip
-    monkeypatch.setattr(kda_bwd, "stream_of", lambda device: 0)
+    by_name = lambda name, arguments: (name, dict(zip([a.name for a in BACKWARD.args], arguments[:-1])))
     monkeypatch.setattr(kda_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
     monkeypatch.setattr(kda_bwd_call, "sms_of", lambda device: NUM_SMS)
-    replay_on_cpu(monkeypatch)
-    return calls
+    return instead_of_launches(monkeypatch, kda_bwd, request.param, by_name)
 
 
 FRESH = {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0", "workspace"}  # allocated by each call
