@@ -264,8 +264,9 @@ def _served_by_kernel(request: Request, choice: Choice) -> tuple[bool, bool]:
 
 
 def _as_asked(problem: Problem, options: Any, wants_last: bool) -> Problem:
-    """The problem for kernels that write checkpoints: with what the caller asked for, not with what checkpoints are else taken
-    from; with last states for a pool around them."""
+    """The problem for kernels that write checkpoints themselves. `describe` has the options ask for states at chunk starts and
+    last states, from which checkpoints are otherwise taken. Here they ask for what the caller did, and for last states where
+    those go to a pool around the kernels."""
     return replace(problem, options=options._replace(output_final_state=options.output_final_state or wants_last))
 
 

@@ -116,7 +116,7 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
 
 
 def keeps(problem: GdnProblem) -> bool:
-    """Whether a forward saves more for the backward than its inputs: its own kernels make no tiles."""
+    """Whether a forward saves more for the backward than its inputs: its own kernels make no tiles that could be kept."""
     return False
 
 

@@ -2,8 +2,8 @@
 """The backward of Gated DeltaNet on the CuTe kernels: what they serve, their launch, and a record of it.
 
 `sm90/gdn_bwd.py` launches three kernels and a short one, `kda_bwd_schedule.py` says how long segments are where heads are few,
-and `gdn_bwd_abi.py` what the kernels are given. The forward keeps nothing for them but its inputs,
-with `disable_recompute=True` too: its own kernels make no tiles.
+and `gdn_bwd_abi.py` what the kernels are given; `kda_bwd_call.py` has what KDA's backward has, too. The forward saves nothing but
+its inputs, even with `disable_recompute=True`: its own kernels make no tiles that could be kept.
 """
 
 from __future__ import annotations

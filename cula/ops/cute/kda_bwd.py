@@ -3,8 +3,8 @@
 states alone, by the same kernels.
 
 `sm90/kda_bwd.py` launches three kernels and a short one, and two more where few heads are cut into segments that have to be
-chained. `kda_bwd_schedule.py` says how long segments are, and `kda_bwd_abi.py` what the kernels are given. The forward keeps
-nothing for them but its inputs or, with `disable_recompute=True`, what the first of them would make.
+chained. `kda_bwd_schedule.py` says how long segments are, `kda_bwd_abi.py` what the kernels are given, and `kda_bwd_call.py` how
+that is made of a call. The forward saves its inputs and, with `disable_recompute=True`, what the first of the kernels would make.
 """
 
 from __future__ import annotations

@@ -565,7 +565,7 @@ def normed(x: cutlass.Constexpr, side: cutlass.Constexpr):
 
 @cute.jit
 def scale_and_dot(x: cutlass.Constexpr, acc: cute.Tensor, to: cute.Tensor, n: cute.Tensor, by: cute.Tensor):
-    """to += by acc; returns the dots of rows of acc and n [2], over our channels, by which they are not yet multiplied."""
+    """to += by acc, row by row; returns the dots of our rows of n and of acc [2], over our channels, without `by`."""
     dots = cute.make_rmem_tensor((2,), F32)
     dots.fill(0.0)
     for e in cutlass.range_constexpr(32):

@@ -96,7 +96,7 @@ def output_of_head(
     n: I32,
     variant: cutlass.Constexpr,
 ):
-    """The chunks with output of a plan; n were before them, returns how many then."""
+    """o of the chunks of a plan that have output. The block has had n chunks before; returns how many it has had then."""
     thread, wid = cute.arch.thread_idx()[0] % 128, cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
     hv, end = plan.hv, plan.end
     of_warps = tile_at(smem.q, tile_layout(16, 64, 16), BF16)
