@@ -32,7 +32,7 @@ from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_bwd import lightning_bwd, record_lightning_bwd
 from cula.ops.cute.lightning_schedule import BACKWARD, FORWARD, Schedule, choose_schedule, schedule_on
 from cula.ops.cute.states import pool_why_not, state_numbers, state_operands
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, empty_final_state, empty_output, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -68,7 +68,7 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
 
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """Outputs `[B, T, HV, V]` (written to `out` where given) and, where asked for, the final state `[N, HV, V, K]` float32."""
-    ht = _final_state(problem, x)
+    ht = empty_final_state(problem, x.q.device)
     return Forward(run(problem, x, schedule_on(problem, x.q.device), ht, out), ht)
 
 
@@ -87,7 +87,7 @@ def run(
 ) -> Tensor:
     """Launch with a given schedule; returns o."""
     device = x.q.device
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
+    o = empty_output(problem, device, out)
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     h0 = None if x.initial_state is None else as_states(x.initial_state)
     x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v), initial_state=h0)
@@ -114,9 +114,9 @@ def record_lightning_fwd_pool(
 
 
 def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Pool | None) -> LaunchRecord | None:
-    device, out = x.q.device, serving.out
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    ht = None if pool is not None else _final_state(p, x)
+    device = x.q.device
+    o = empty_output(p, device, serving.out)
+    ht = None if pool is not None else empty_final_state(p, device)
     if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
     schedule = schedule_on(p, device)
@@ -159,12 +159,6 @@ def _schedule_of(p: LightningProblem, device: torch.device, schedule: Schedule) 
         return Scheduled(tuple(made.numbers(other).values()), workspace(device.index, size) if size else None)
 
     return schedule_of
-
-
-def _final_state(p: LightningProblem, x: LightningInputs) -> Tensor | None:
-    if not p.options.output_final_state:
-        return None
-    return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=x.q.device)
 
 
 def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
