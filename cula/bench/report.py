@@ -6,10 +6,11 @@ A page is a machine's, `<GPU>.md` with its pictures beside it. It goes where the
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cula.bench import passes, plots, suites, summary
 from cula.bench.progress import table
@@ -148,53 +149,91 @@ def _op(row: Row) -> str:
 
 
 def _suite(suite: str, rows: Sequence[Row]) -> list[str]:
-    peers = list(dict.fromkeys(name for row in rows for name in row["entries"] if name != "cula"))
-    peers = [p for p in peers if any(row["entries"].get(p, {}).get("status") not in (None, "declined") for row in rows)]
-    is_host = rows[0]["metric"] == "host_ms"
-    is_gpu = any(summary.ours(row).get("graph_ms") for row in rows)
-    has_peak = any(summary.ours(row).get("peak_bytes") for row in rows)
-    has_loop = any(summary.ours(row).get("host_loop_ms") for row in rows)  # older files have not
-    head = ["operation", "shape, gate", "backend", "host us" if is_host else "ms"]
-    head += ["cold L2 ms", "host us"] if is_gpu and not is_host else []
-    head += ["in a loop us"] if has_loop else []
-    has_add = any(summary.ours(row).get("add_loop_ms") for row in rows)
-    head += ["torch add_ in a loop us"] if has_add else []
-    head += ["dispatch us", "graph replay us"] if is_host else ["floor ms", "over floor"]
-    alone = {"states_ms": "torch mul_ of the states ms", "slots_ms": "of the slots in their order ms"}
-    alone = {name: title for name, title in alone.items() if any(name in row for row in rows)}
-    head += alone.values()
-    head += ["error"] + (["peak MiB"] if has_peak else [])
-    for p in peers:
-        head += [f"{p} {'us' if is_host else 'ms'}", f"{p} / cuLA", f"{p} error"] + ([f"{p} peak MiB"] if has_peak else [])
-    lines = []
-    for row in rows:
-        entry = summary.ours(row)
-        mode = row["case"]["mode"] if suite == "dist" else ""
-        backend = row.get("backend") or ""
-        if row.get("backend_bwd") not in (None, backend):
-            backend += f" / {row['backend_bwd']}"
-        cells = [f"{row['op'].replace('_', ' ')} {mode}".strip(), row["label"], backend, _time(entry, row["metric"])]
-        if is_gpu and not is_host:
-            cells += [summary.ms(entry.get("cold_ms")), _us(entry.get("host_ms"))]
-        if has_loop:
-            cells += [_us(entry.get("host_loop_ms"))]
-        if has_add:
-            cells += [_us(entry.get("add_loop_ms"))]
-        if is_host:
-            cells += [_us(entry.get("dispatch_ms")), _us(entry.get("graph_host_ms"))]
-        else:
-            cells += [summary.ms(row["floor"]["ms"]), summary.times(entry.get("over_floor"))]
-        cells += [summary.ms(row.get(name)) for name in alone]
-        cells += [summary.error(summary.largest_error(entry))] + ([_mib(entry)] if has_peak else [])
-        for p in peers:
-            other = row["entries"].get(p, {"status": "declined"})
-            cells += [_time(other, row["metric"]), summary.times(row["ratios"].get(p))]
-            cells += [summary.error(summary.largest_error(other))] + ([_mib(other)] if has_peak else [])
-        lines.append(cells)
+    columns = _columns(suite, rows)
     after = [f"- {text}" for text in summary.more_tokens(rows)]
     known = suites.known()
     title = f"## {suite}: {known[suite]}" if suite in known else f"## {suite}"  # another version's
-    return [title, "", *_md_table(head, lines), "", *([*after, ""] if after else [])]
+    table = _md_table([column.title for column in columns], [[column.cell(row) for column in columns] for row in rows])
+    return [title, "", *table, "", *([*after, ""] if after else [])]
+
+
+class Column(NamedTuple):
+    """One column of a suite's table."""
+
+    title: str
+    cell: Callable[[Row], str]
+
+
+def _columns(suite: str, rows: Sequence[Row]) -> list[Column]:
+    """What there is to show of these rows: the case, our times, and each peer that took part. Older files have not all of it."""
+    is_host = rows[0]["metric"] == "host_ms"
+    unit = "us" if is_host else "ms"
+
+    def has(name: str) -> bool:
+        return any(summary.ours(row).get(name) for row in rows)
+
+    def us(title: str, name: str) -> Column:
+        return Column(title, lambda row: _us(summary.ours(row).get(name)))
+
+    columns = [
+        Column("operation", lambda row: _operation(row, with_mode=suite == "dist")),
+        Column("shape, gate", lambda row: row["label"]),
+        Column("backend", _backends),
+        Column(f"host {unit}" if is_host else unit, lambda row: _time(summary.ours(row), row["metric"])),
+    ]
+    if has("graph_ms") and not is_host:
+        columns += [Column("cold L2 ms", lambda row: summary.ms(summary.ours(row).get("cold_ms"))), us("host us", "host_ms")]
+    if has("host_loop_ms"):
+        columns.append(us("in a loop us", "host_loop_ms"))
+    if has("add_loop_ms"):
+        columns.append(us("torch add_ in a loop us", "add_loop_ms"))
+    if is_host:
+        columns += [us("dispatch us", "dispatch_ms"), us("graph replay us", "graph_host_ms")]
+    else:
+        columns.append(Column("floor ms", lambda row: summary.ms(row["floor"]["ms"])))
+        columns.append(Column("over floor", lambda row: summary.times(summary.ours(row).get("over_floor"))))
+    if any("states_ms" in row for row in rows):
+        columns.append(Column("torch mul_ of the states ms", lambda row: summary.ms(row.get("states_ms"))))
+    if any("slots_ms" in row for row in rows):
+        columns.append(Column("of the slots in their order ms", lambda row: summary.ms(row.get("slots_ms"))))
+    columns += _errors(summary.ours, "", has("peak_bytes"))
+    for peer in _compared(rows):
+        columns += _of_peer(peer, unit, has("peak_bytes"))
+    return columns
+
+
+def _of_peer(peer: str, unit: str, has_peak: bool) -> list[Column]:
+    theirs = functools.partial(_entry_of, peer)
+    time = Column(f"{peer} {unit}", lambda row: _time(theirs(row), row["metric"]))
+    ratio = Column(f"{peer} / cuLA", lambda row: summary.times(row["ratios"].get(peer)))
+    return [time, ratio, *_errors(theirs, f"{peer} ", has_peak)]
+
+
+def _errors(entry_of: Callable[[Row], dict[str, Any]], whose: str, has_peak: bool) -> list[Column]:
+    """The error of a library's entry and, where rows have it, the peak of its memory."""
+    error = Column(f"{whose}error", lambda row: summary.error(summary.largest_error(entry_of(row))))
+    return [error, *[Column(f"{whose}peak MiB", lambda row: _mib(entry_of(row)))] * has_peak]
+
+
+def _compared(rows: Sequence[Row]) -> list[str]:
+    """Peers that did not decline all of the rows."""
+    peers = dict.fromkeys(name for row in rows for name in row["entries"] if name != "cula")
+    return [peer for peer in peers if any(_entry_of(peer, row)["status"] != "declined" for row in rows)]
+
+
+def _entry_of(peer: str, row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = row["entries"].get(peer, {"status": "declined"})
+    return found
+
+
+def _operation(row: Row, with_mode: bool) -> str:
+    return f"{row['op'].replace('_', ' ')} {row['case']['mode'] if with_mode else ''}".strip()
+
+
+def _backends(row: Row) -> str:
+    """Who served the case, and its gradient if that was another."""
+    backend = row.get("backend") or ""
+    return backend if row.get("backend_bwd") in (None, backend) else f"{backend} / {row['backend_bwd']}"
 
 
 def _time(entry: dict[str, Any], metric: str) -> str:

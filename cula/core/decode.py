@@ -16,10 +16,11 @@ from torch.compiler import is_dynamo_compiling
 
 from cula import settings
 from cula.core import checks, operator
+from cula.core.choosing import check_and_choose
 from cula.core.decode_checks import DecodeRequest, check_values, describe_decode, has_values
 from cula.core.device import running_on
-from cula.core.dispatch import Choice, choose_decode, refuse_unknown
-from cula.core.explain import explained, is_explaining
+from cula.core.dispatch import Choice, choose_decode
+from cula.core.explain import is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
 from cula.core.problem import DecodeOptions, needs_grad, with_settings
 from cula.core.replay.torch_internals import modes
@@ -68,17 +69,9 @@ def decode(
         # torch.export, by another way than dynamo; shapes without data
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
-    checks.refuse_transforms(who)
+    describe_this = functools.partial(describe_decode, family, x, options, device, who)
     known = family.decode.keywords() if extra else ()
-    try:
-        request = describe_decode(family, x, options, device, who)
-    except (TypeError, ValueError):
-        refuse_unknown(who, extra or (), known, backend)
-        raise
-    choice = choose_decode(request.problem, backend, may_run=not is_explaining.get())
-    checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
-    if is_explaining.get():
-        raise explained(choice, request.problem)
+    request, choice = check_and_choose(describe_this, choose_decode, backend, extra or (), known, who)
     if settings.check_values() or (x.q.device.type == "cpu" and has_values(x)):
         check_values(request)
     with running_on(x.q):

@@ -13,6 +13,7 @@ Under `torch.compile` the call enters an operator instead, whose body is this sa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from torch.compiler import is_dynamo_compiling
 
 from cula import settings
 from cula.core import checks, operator
+from cula.core.choosing import check_and_choose
 from cula.core.device import running_on
-from cula.core.dispatch import IN_PLACE, Choice, choose_prefill, refuse_unknown
-from cula.core.explain import explained, is_explaining
+from cula.core.dispatch import IN_PLACE, Choice, choose_prefill
+from cula.core.explain import is_explaining
 from cula.core.family import Family
 from cula.core.pool import (
     Serving,
@@ -136,17 +138,9 @@ def prefill(
         # torch.export, by another way than dynamo; shapes without data
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)
 
-    checks.refuse_transforms(who)
+    describe_this = functools.partial(describe, family, x, options, serving, checkpoint_every, device, who)
     known = family.keywords() if extra else ()
-    try:
-        request = describe(family, x, options, serving, checkpoint_every, device, who)
-    except (TypeError, ValueError):
-        refuse_unknown(who, extra or (), known, backend)
-        raise
-    choice = choose_prefill(request.problem, backend, may_run=not is_explaining.get())
-    checks.refuse_keywords(who, extra or (), known, choice.name, choice.backend.options)
-    if is_explaining.get():
-        raise explained(choice, request.problem)
+    request, choice = check_and_choose(describe_this, choose_prefill, backend, extra or (), known, who)
     check_values(request)
     result = execute(request, choice)
     if static_args is not None and not request.problem.needs_grad:
@@ -270,8 +264,9 @@ def _served_by_kernel(request: Request, choice: Choice) -> tuple[bool, bool]:
 
 
 def _as_asked(problem: Problem, options: Any, wants_last: bool) -> Problem:
-    """The problem for kernels that write checkpoints: with what the caller asked for, not with what checkpoints are else taken
-    from; with last states for a pool around them."""
+    """The problem for kernels that write checkpoints themselves. `describe` has the options ask for states at chunk starts and
+    last states, from which checkpoints are otherwise taken. Here they ask for what the caller did, and for last states where
+    those go to a pool around the kernels."""
     return replace(problem, options=options._replace(output_final_state=options.output_final_state or wants_last))
 
 

@@ -27,6 +27,16 @@ def stand_in(by: str):
     return pytest.importorskip("tvm_ffi").convert
 
 
+def instead_of_launches(monkeypatch, host, by, keep=lambda name, arguments: (name, *arguments)):
+    """Launches of a host module (`ops/cute/kda.py` and the like) go into a list instead, and so do those of its records, which
+    find themselves on a CPU: what `keep` makes of a kernel's name and its arguments. `by` as in `stand_in`."""
+    calls, kernel = [], stand_in(by)
+    monkeypatch.setattr(host, "load", lambda name, target: kernel(lambda *arguments: calls.append(keep(name, arguments))))
+    monkeypatch.setattr(host, "stream_of", lambda device: 0)
+    replay_on_cpu(monkeypatch)
+    return calls
+
+
 def replay_on_cpu(monkeypatch, device=None, stream=0):
     """Records find themselves on this device and stream, and what they make is on the CPU. Workspaces are a test's own."""
 

@@ -61,9 +61,10 @@ def kernels(op: str, problem: AnyProblem, num_sms: int) -> tuple[str, ...]:
 
 
 def takes(arch: Arch, op: str, problem: AnyProblem) -> bool:
-    """Whether there are kernels that are used for a call, wherever they are to come from."""
+    """Whether there are kernels for a call and no other backend is known to be faster, whether they are compiled here or not."""
     host = _host(problem)
-    return why_not(arch, op, problem) is None and host.why_not(op, problem) is host.yields_to(op, problem) is None
+    has_kernels = why_not(arch, op, problem) is None and host.why_not(op, problem) is None
+    return has_kernels and host.yields_to(op, problem) is None
 
 
 def _host(problem: AnyProblem) -> Any:

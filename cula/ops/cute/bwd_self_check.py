@@ -57,11 +57,11 @@ def kda(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[
 
     for call in _chosen(CALLS, LONG, device):
         p, x = kda_self_check.make(call, Flags.of(name.removeprefix("bwd_")), device, sm)
-        (do, dht), made_for = gradients_of_outputs(p, device), split_into(p, call.per_segment, has_transitions=True)
-        got, want = kda_bwd.run(p, x, do, dht, made_for)._asdict(), right.kda_bwd(p, x, (), do, dht)._asdict()
+        (do, dht), schedule = gradients_of_outputs(p, device), split_into(p, call.per_segment, has_transitions=True)
+        got, want = kda_bwd.run(p, x, do, dht, schedule)._asdict(), right.kda_bwd(p, x, (), do, dht)._asdict()
         yield beside_biases(got, want)
-        M, B = kda_bwd.transition(p, x, made_for)
-        C, right_C = kda_bwd.state_grad(p, x, do, None, made_for), right.kda_state_grad(p, x, do)
+        M, B = kda_bwd.transition(p, x, schedule)
+        C, right_C = kda_bwd.state_grad(p, x, do, None, schedule), right.kda_state_grad(p, x, do)
         if x.initial_state is not None:  # steep gates leave next to nothing of C, and fp16 less: beside the whole gradient
             C, right_C = (torch.cat([c, grads["d_initial_state"]]) for c, grads in ((C, got), (right_C, want)))
         yield {"M": M, "B": B, "C": C}, dict(zip("MBC", (*right.kda_transition(p, x), right_C)))

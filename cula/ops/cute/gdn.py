@@ -9,7 +9,6 @@ heads are few, KDA's kernels serve, with one gate a head.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +29,13 @@ from cula.ops.cute.archs import target_of
 from cula.ops.cute.decode import decode as gdn_decode
 from cula.ops.cute.decode import record_decode as record_gdn_decode
 from cula.ops.cute.decode import yields_to
-from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN, K, V
+from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, GDN
 from cula.ops.cute.gdn_bwd import gdn_bwd, record_gdn_bwd
 from cula.ops.cute.gdn_schedule import Schedule, how, schedule_on
 from cula.ops.cute.gdn_schedule import schedule as make_schedule
 from cula.ops.cute.kda_schedule import are_too_many
 from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, empty_final_state, empty_output, sms_of, stream_of, zeros_on
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -117,7 +116,7 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
 
 
 def keeps(problem: GdnProblem) -> bool:
-    """Whether a forward saves more for the backward than its inputs: its own kernels make no tiles."""
+    """Whether a forward saves more for the backward than its inputs: its own kernels make no tiles that could be kept."""
     return False
 
 
@@ -126,9 +125,7 @@ def gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None) -> For
     schedule = schedule_on(problem, x.q.device)
     if schedule is None:
         return _kda_fwd(problem, x, out)
-    ht = None
-    if problem.options.output_final_state:
-        ht = torch.empty((problem.N, problem.HV, V, K), dtype=torch.float32, device=x.q.device)
+    ht = empty_final_state(problem, x.q.device)
     h0 = None if x.initial_state is None else as_states(x.initial_state)
     return Forward(run(problem, x, schedule, h0, ht, out=out), ht)
 
@@ -157,7 +154,7 @@ def run(
 ) -> Tensor:
     """Launch with a given schedule; returns o."""
     p, device = problem, x.q.device
-    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    o = empty_output(p, device, out)
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     x = x._replace(**{name: as_tokens(getattr(x, name)) for name in TOKENS})
     size = schedule.workspace_bytes(p.N * p.HV)
@@ -175,7 +172,7 @@ def record_gdn_fwd(problem: GdnProblem, x: GdnInputs, out: Tensor | None = None)
     schedule = schedule_on(p, device)
     if schedule is None:
         return _record_kda_fwd(problem, x, out)
-    ht = torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=device) if p.options.output_final_state else None
+    ht = empty_final_state(p, device)
     return _record(p, x, schedule, Serving(out), (x.initial_state, ht), ht)
 
 
@@ -200,8 +197,8 @@ def _record(
     first_slot: int = 0,
 ) -> LaunchRecord | None:
     """A record of a call with these states, first and last; ht is one that it makes."""
-    device, out, indices = x.q.device, serving.out, serving.initial_state_indices
-    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    device, indices = x.q.device, serving.initial_state_indices
+    o = empty_output(p, device, serving.out)
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     launch = _launch(p, x, schedule, o, states, (indices, indices), first_slot)
@@ -224,7 +221,7 @@ def _launch(
     (h0, ht), (read_from, write_to), of = states, slots, places(x, Serving)
     is_indexed, has_workspace = write_to is not None, bool(schedule.workspace_bytes(p.N * p.HV))
     operands = {name: Operand(getattr(x, name), of[name]) for name in (*TOKENS, "A_log")}
-    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], _no_bias(x.q.device, p.HV))
+    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], zeros_on(x.q.device, p.HV))
     operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
     operands["h0"] = Operand(h0, of["state_pool" if is_indexed else "initial_state"])
     operands["ht"] = Operand(ht, of["state_pool"] if is_indexed else ~1)
@@ -242,7 +239,7 @@ def _schedule_of(p: GdnProblem, device: torch.device, schedule: Schedule) -> Cal
     def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = make_schedule(other, num_sms)
-        if made is None or made.kernel != schedule.kernel or are_too_many(kda_problem(other)):
+        if made is None or made.kernel != schedule.kernel or are_too_many(other):
             return None
         size = made.workspace_bytes(N * HV)
         if bool(size) != has_workspace:
@@ -250,12 +247,6 @@ def _schedule_of(p: GdnProblem, device: torch.device, schedule: Schedule) -> Cal
         return Scheduled(tuple(_sizes(other, made).values()), workspace(device.index, size) if size else None)
 
     return schedule_of
-
-
-@functools.cache
-def _no_bias(device: torch.device, HV: int) -> Tensor:
-    """dt_bias where a call has none."""
-    return torch.zeros(HV, dtype=torch.float32, device=device)
 
 
 def _numbers(

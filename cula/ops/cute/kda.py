@@ -40,7 +40,7 @@ from cula.ops.cute.kda_schedule import schedule as make_schedule
 from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
 from cula.ops.cute.states import KINDS, bytes_between, pool_why_not, state_numbers, state_operands
 from cula.ops.cute.states_abi import StateKind
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, empty_final_state, empty_output, sms_of, stream_of, zeros_on
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -141,7 +141,7 @@ def kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None) -> For
         chunks = p.B * -(-p.T // CHUNK) if x.cu_seqlens is None else int(((x.cu_seqlens.diff() + (CHUNK - 1)) // CHUNK).sum())
         states = torch.empty((p.B, chunks // p.B, p.HV, V, K), dtype=torch.float32, device=x.q.device)
         kept = KeptStates(states.flatten(0, 1), Kept.STARTS, 1, None)
-    ht, schedule = _final_state(p, x), schedule_on(p, x.q.device)
+    ht, schedule = empty_final_state(p, x.q.device), schedule_on(p, x.q.device)
     work = _empty_workspace(p, schedule, x.q.device) if keeps_tiles(p) else None
     o = run(p, x, schedule, ht, out, kept=kept, work=work)
     return Forward(o, ht, states, () if work is None else (work,))
@@ -157,7 +157,7 @@ def kda_fwd_checkpoints(
 ) -> Forward:
     """Outputs and, where asked for, the final state; states inside of the sequences are kept, and first and last ones are those
     of a pool, if there is one. For what `checkpoints_why_not` has nothing against."""
-    ht = None if pool is not None else _final_state(problem, x)
+    ht = None if pool is not None else empty_final_state(problem, x.q.device)
     return Forward(run(problem, x, schedule_on(problem, x.q.device), ht, out, pool, _kept(checkpoints)), ht)
 
 
@@ -169,12 +169,6 @@ def _kept(checkpoints: Checkpoints | None) -> KeptStates | None:
         return KeptStates(states, Kept.EVERY, every // CHUNK, None)
     assert offsets is not None
     return KeptStates(states, Kept.OFFSETS, 0, offsets.contiguous())
-
-
-def _final_state(p: KdaProblem, x: KdaInputs) -> Tensor | None:
-    if not p.options.output_final_state:
-        return None
-    return torch.empty((p.N, p.HV, V, K), dtype=torch.float32, device=x.q.device)
 
 
 def _empty_workspace(p: KdaProblem, schedule: Schedule, device: torch.device) -> Tensor:
@@ -193,7 +187,7 @@ def run(
 ) -> Tensor:
     """Launch with a given schedule, and with a workspace that is wanted afterwards; returns o."""
     p, device = problem, x.q.device
-    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
+    o = empty_output(p, device, out)
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     h0 = None if x.initial_state is None else as_states(x.initial_state)
     x = x._replace(initial_state=h0, **{name: as_tokens(getattr(x, name)) for name in TOKENS})
@@ -235,9 +229,9 @@ def record_kda_fwd_checkpoints(
 
 
 def _record(p: KdaProblem, x: KdaInputs, serving: Serving, pool: Pool | None, kept: KeptStates | None) -> LaunchRecord | None:
-    device, out = x.q.device, serving.out
-    o = torch.empty((p.B, p.T, p.HV, V), dtype=torch.bfloat16, device=device) if out is None else out
-    ht = None if pool is not None else _final_state(p, x)
+    device = x.q.device
+    o = empty_output(p, device, serving.out)
+    ht = None if pool is not None else empty_final_state(p, device)
     if any(as_tokens(t) is not t for t in (*x[:5], o)):
         return None
     schedule = schedule_on(p, device)
@@ -260,9 +254,10 @@ def _launches(
 ) -> list[Launch]:
     """What a call launches, on tensors that kernels can read as they are. A workspace that is saved is the third of a record's
     outputs, and one that is not comes after two."""
-    of, (no_A, no_bias) = places(x, Serving), _no_gate(x.q.device, p.HV)
+    of, device = places(x, Serving), x.q.device
     operands = {name: Operand(getattr(x, name), of[name]) for name in TOKENS}
-    operands |= {"A_log": Operand(x.A_log, of["A_log"], no_A), "dt_bias": Operand(x.dt_bias, of["dt_bias"], no_bias)}
+    operands["A_log"] = Operand(x.A_log, of["A_log"], zeros_on(device, p.HV))
+    operands["dt_bias"] = Operand(x.dt_bias, of["dt_bias"], zeros_on(device, p.HV, K))
     operands |= {"o": Operand(o, ~0), "cu": Operand(x.cu_seqlens, of["cu_seqlens"])}
     operands |= state_operands(of, x.initial_state, ht, pool, ~1)
     operands["kept"] = Operand(None if kept is None else kept.states, of["checkpoint_states"])
@@ -353,9 +348,3 @@ def _sizes(p: KdaProblem, schedule: Schedule, which: str) -> dict[str, int]:
         "has_transitions": int(schedule.has_transitions),
         "helpers": schedule.helpers,
     }
-
-
-@functools.cache
-def _no_gate(device: torch.device, HV: int) -> tuple[Tensor, Tensor]:
-    """A_log and dt_bias where a call has none."""
-    return torch.zeros(HV, dtype=torch.float32, device=device), torch.zeros((HV, K), dtype=torch.float32, device=device)

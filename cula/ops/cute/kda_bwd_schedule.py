@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from cula.core.constants import CHUNK
 from cula.gdn.problem import GdnProblem
 from cula.kda.problem import KdaProblem
+from cula.ops.cute.kda_schedule import mean_chunks, varlen_numbers, whole_chunks
 from cula.ops.cute.tensors import sms_of
 
 SHORTEST = 8  # chunks of a segment: it may warm up over four more, and two more launches take as long as some six
@@ -48,44 +48,30 @@ def schedule(problem: KdaProblem | GdnProblem, num_sms: int) -> Schedule:
     sequences are."""
     p = problem
     if p.options.batch_invariant:
-        wanted, mean = _wanted(p.alone(), num_sms), _mean_chunks(p.alone())
+        wanted, mean = _wanted(p.alone(), num_sms), mean_chunks(p.alone())
     else:
-        wanted, mean = _wanted(p, num_sms), _mean_chunks(p)
-    return split_into(p, -(-mean // wanted) if wanted > 1 else _longest(p), has_transitions=wanted > 2)
+        wanted, mean = _wanted(p, num_sms), mean_chunks(p)
+    return split_into(p, -(-mean // wanted) if wanted > 1 else whole_chunks(p), has_transitions=wanted > 2)
 
 
 def split_into(problem: KdaProblem | GdnProblem, per_segment: int, has_transitions: bool) -> Schedule:
     """Segments of so many chunks."""
-    p = problem
-    if p.is_packed:
-        return Schedule(p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N, per_segment, has_transitions)
-    of_one = -(-p.T // CHUNK)
-    return Schedule(p.B * of_one, p.B * -(-of_one // per_segment), per_segment, has_transitions)
+    return Schedule(*varlen_numbers(problem, per_segment), per_segment, has_transitions)
 
 
 def whole_sequences(problem: KdaProblem | GdnProblem, num_sms: int) -> Schedule:
     """The schedule where nothing but transitions is made, or gradients of first states: two blocks a segment, which are walked
     once."""
     p = problem
-    mean = _mean_chunks(p)
+    mean = mean_chunks(p)
     wanted = max(1, min(num_sms // (2 * p.N * p.HV), mean // SHORTEST))
-    return split_into(p, -(-mean // wanted) if wanted > 1 else _longest(p), has_transitions=True)
+    return split_into(p, -(-mean // wanted) if wanted > 1 else whole_chunks(p), has_transitions=True)
 
 
 def _wanted(p: KdaProblem | GdnProblem, num_sms: int) -> int:
     """Segments of a sequence."""
     heads = p.N * p.HV
-    return max(1, min((num_sms // heads + 4) // 3, num_sms // (2 * heads), _mean_chunks(p) // SHORTEST))
-
-
-def _mean_chunks(p: KdaProblem | GdnProblem) -> int:
-    """Chunks of a sequence, as if all were alike."""
-    return -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))
-
-
-def _longest(p: KdaProblem | GdnProblem) -> int:
-    """More chunks than a sequence has."""
-    return -(-p.T // CHUNK) + 1
+    return max(1, min((num_sms // heads + 4) // 3, num_sms // (2 * heads), mean_chunks(p) // SHORTEST))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from cula.core.constants import CHUNK
+from cula.core.problem import Problem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.archs import arch_of
 from cula.ops.cute.kda_abi import ANY_LENGTH, NO_LENGTH, WORKSPACE
@@ -41,8 +42,8 @@ SHORT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 MOST_CHUNKS, MOST_ROWS = 2**16, 2**25  # what the kernels' counts do not hold any more
 
 
-def are_too_many(problem: KdaProblem) -> str | None:
-    """Why a call has more tokens than the kernels can count, as a sentence; None if it has not."""
+def are_too_many(problem: Problem) -> str | None:
+    """Why a call of KDA or Gated DeltaNet has more tokens than the kernels can count, as a sentence; None if it has not."""
     p = problem
     if p.B * p.T // CHUNK + p.N >= MOST_CHUNKS:
         return "numbers chunks of 64 tokens with 16 bits: fewer than 2^22 tokens a call"
@@ -116,14 +117,28 @@ def split(problem: KdaProblem, num_sms: int) -> Schedule:
     shortest = max(1, round(arch_of(p.sm).kda.shortest_segment * math.sqrt(mean)))
     wanted = max(1, min(sms_each, -(-mean // shortest)))
     if wanted == 1 and p.is_packed:
-        return split_into(p, -(-p.T // CHUNK) + 1, num_sms)  # longer than any sequence
+        return split_into(p, whole_chunks(p), num_sms)
     made = split_into(p, -(-mean // wanted), num_sms)
     return made._replace(per_chained_segment=chained_segment(p, made, mean))
 
 
-def mean_chunks(problem: KdaProblem) -> int:
+def mean_chunks(problem: Problem) -> int:
     """Chunks of a sequence, as if all were alike."""
     return -(-problem.T // (CHUNK * (problem.N if problem.is_packed else 1)))
+
+
+def whole_chunks(problem: Problem) -> int:
+    """More chunks than a sequence has: a segment of so many is all of it."""
+    return -(-problem.T // CHUNK) + 1
+
+
+def varlen_numbers(problem: Problem, per_segment: int) -> tuple[int, int]:
+    """How many numbers chunks take, and segments of so many chunks (`common/varlen_index.py`)."""
+    p = problem
+    if p.is_packed:
+        return p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
+    of_one = -(-p.T // CHUNK)
+    return p.B * of_one, p.B * -(-of_one // per_segment)
 
 
 def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
@@ -143,12 +158,7 @@ def chained_segment(problem: KdaProblem, made: Schedule, mean: int) -> int:
 
 def split_into(problem: KdaProblem, per_segment: int, num_sms: int, per_chained_segment: int | None = None) -> Schedule:
     """Segments of so many chunks. A single sequence may have helpers, on SMs that have no segment."""
-    p = problem
-    if p.is_packed:
-        chunks, segments = p.T // CHUNK + p.N, p.T // (CHUNK * per_segment) + p.N
-    else:
-        chunks_of_one = -(-p.T // CHUNK)
-        chunks, segments = p.B * chunks_of_one, p.B * -(-chunks_of_one // per_segment)
+    p, (chunks, segments) = problem, varlen_numbers(problem, per_segment)
     helpers = max(0, min(num_sms // p.HV - segments, segments - 1)) if p.N == 1 else 0
     return Schedule(chunks, segments, per_segment, per_chained_segment or per_segment, segments > p.N, helpers)
 

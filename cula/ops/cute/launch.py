@@ -20,18 +20,12 @@ from cula.ops.cute.abi import Abi
 from cula.ops.cute.tensors import address
 
 
-class Source(NamedTuple):
-    """Where a recorded launch finds an address."""
-
-    of: int | None  # the tensor of a call with this number; ~0, ~1, ...: the first, the second, ... of the outputs; None: of none
-    absent: int = 0  # the address that stands for a tensor which a call does not have
-
-
 class Operand(NamedTuple):
     """What stands at an address: a tensor, and where a record of the call finds its like."""
 
     tensor: Tensor | None
-    of: int | None = None  # as in `Source`
+    # Which of the call's tensors, by number; ~0, ~1, ...: which of its outputs; None: no tensor of a recorded call.
+    of: int | None = None
     absent: Tensor | None = None  # stands for a tensor that a call does not have
 
 
@@ -49,22 +43,25 @@ def token_strides(**tensors: Tensor) -> dict[str, int]:
 
 
 class Launch(NamedTuple):
-    """One kernel of a call, with all that it is given. `varying` as in `record`."""
+    """One kernel of a call, with all that it is given: addresses and numbers by the names of its description."""
 
     abi: Abi
     kernel: Callable[..., Any]
     operands: Mapping[str, Operand]
     numbers: Mapping[str, int | float | bool]
-    varying: Sequence[str] = ()
+    varying: Sequence[str] = ()  # numbers that follow from sizes, in the order of `Resized.numbers`; some may be other kernels'
 
     def now(self, stream: int) -> None:
         given = {name: address(x.absent if x.tensor is None else x.tensor) for name, x in self.operands.items()}
         self.kernel(*self.abi.pack_addresses(given), *self.abi.pack_numbers(self.numbers), stream)
 
     def recorded(self) -> Launcher:
-        """What launches it for other tensors, in a record."""
-        sources = {name: Source(x.of, address(x.absent)) for name, x in self.operands.items()}
-        return record(self.abi, self.kernel, sources, self.numbers, self.varying)
+        """What launches it for other tensors, in a record: tensors that are aligned as described."""
+        operands = self.abi.in_order(self.abi.addresses, self.operands)
+        of = [Address(x.of, a.align, address(x.absent)) for a, x in zip(self.abi.addresses, operands)]
+        names = [a.name for a in self.abi.numbers]
+        varying = [names.index(name) if name in names else None for name in self.varying]
+        return launcher_of(self.kernel, of, self.abi.pack_numbers(self.numbers), varying)
 
 
 def prefill_record(
@@ -93,28 +90,7 @@ def prefill_record(
     return LaunchRecord(x.q.device.index, tuple(launch.recorded() for launch in launches), outputs, workspace, sizes=sizes)
 
 
-def record(
-    abi: Abi,
-    kernel: Callable[..., Any],
-    sources: Mapping[str, Source | int | None],
-    numbers: Mapping[str, int | float | bool],
-    varying: Sequence[str] = (),
-) -> Launcher:
-    """A function that calls `kernel(*addresses, *numbers, stream)`, both in the order that `abi` describes.
-
-    Args:
-        sources: where addresses come from (a number alone is a `Source` of that tensor); they must be aligned as described.
-        numbers: the same each time, but for those that vary.
-        varying: names of integers that follow from a call's sizes, in the order of `Resized.numbers`; some may be arguments of
-            the call's other kernels.
-    """
-    found = {name: source if isinstance(source, Source) else Source(source) for name, source in sources.items()}
-    of = [Address(s.of, a.align, s.absent) for a, s in zip(abi.addresses, abi.in_order(abi.addresses, found))]
-    names = [a.name for a in abi.numbers]
-    return again(kernel, of, abi.pack_numbers(numbers), [names.index(name) if name in names else None for name in varying])
-
-
-def again(
+def launcher_of(
     kernel: Callable[..., Any], of: Sequence[Address], numbers: Sequence[int | float], varying: Sequence[int | None] = ()
 ) -> Launcher:
     """A function that calls `kernel(*addresses, *numbers, stream)`; `varying` are the places of numbers that a call brings, None

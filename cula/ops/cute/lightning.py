@@ -2,13 +2,12 @@
 """Lightning Attention on the CuTe kernels: what they serve, and the launches.
 
 `common/lightning.py` and each architecture's `lightning.py` say what the kernels compute, `lightning_abi.py` what they are given,
-`lightning_schedule.py` which of them takes a call. The gradient is that of
-`lightning_bwd.py`, where it serves a call, and otherwise another backend's.
+`lightning_schedule.py` which of them takes a call. The gradient is that of `lightning_bwd.py`, where it serves a call, and
+otherwise another backend's.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,9 @@ from cula.ops.cute.decode import yields_to
 from cula.ops.cute.launch import Launch, Operand, places, prefill_record, token_strides
 from cula.ops.cute.lightning_abi import LIGHTNING
 from cula.ops.cute.lightning_bwd import lightning_bwd, record_lightning_bwd
-from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, choose_schedule
+from cula.ops.cute.lightning_schedule import BACKWARD, FORWARD, Schedule, choose_schedule, schedule_on
 from cula.ops.cute.states import pool_why_not, state_numbers, state_operands
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.tensors import as_states, as_tokens, empty_final_state, empty_output, sms_of, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 __all__ = [
@@ -67,20 +66,15 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     return backward.why_not(problem) if op == "lightning_bwd" else None
 
 
-@functools.lru_cache(maxsize=1024)
-def _schedule_on(problem: LightningProblem, device: torch.device) -> Schedule:
-    return choose_schedule(problem, sms_of(device))
-
-
 def lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> Forward:
     """Outputs `[B, T, HV, V]` (written to `out` where given) and, where asked for, the final state `[N, HV, V, K]` float32."""
-    ht = _final_state(problem, x)
-    return Forward(run(problem, x, _schedule_on(problem, x.q.device), ht, out), ht)
+    ht = empty_final_state(problem, x.q.device)
+    return Forward(run(problem, x, schedule_on(problem, x.q.device), ht, out), ht)
 
 
 def lightning_fwd_pool(problem: LightningProblem, x: LightningInputs, pool: Pool, out: Tensor | None = None) -> Tensor:
     """Outputs; first states come from the slots and last states go there. For pools that `pool_why_not` has nothing against."""
-    return run(problem, x, _schedule_on(problem, x.q.device), None, out, pool)
+    return run(problem, x, schedule_on(problem, x.q.device), None, out, pool)
 
 
 def run(
@@ -93,13 +87,12 @@ def run(
 ) -> Tensor:
     """Launch with a given schedule; returns o."""
     device = x.q.device
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
+    o = empty_output(problem, device, out)
     to = as_tokens(o)  # a copy where TMA cannot write to `out`
     h0 = None if x.initial_state is None else as_states(x.initial_state)
     x = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v), initial_state=h0)
-    seeds = None
-    if schedule.segment:
-        seeds = torch.empty((schedule.num_ids, problem.HV, problem.V, problem.K), dtype=torch.float32, device=device)
+    size = schedule.workspace_bytes(problem)
+    seeds = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     for launch in _launches(problem, x, schedule, to, ht, pool, seeds):
         launch.now(stream_of(device))
     if to is not o:
@@ -121,13 +114,14 @@ def record_lightning_fwd_pool(
 
 
 def _record(p: LightningProblem, x: LightningInputs, serving: Serving, pool: Pool | None) -> LaunchRecord | None:
-    device, out = x.q.device, serving.out
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device) if out is None else out
-    ht = None if pool is not None else _final_state(p, x)
+    device = x.q.device
+    o = empty_output(p, device, serving.out)
+    ht = None if pool is not None else empty_final_state(p, device)
     if any(as_tokens(t) is not t for t in (x.q, x.k, x.v, o)):
         return None
-    schedule = _schedule_on(p, device)
-    launches, seeds = _launches(p, x, schedule, o, ht, pool), _seeds(p, device, schedule)
+    schedule = schedule_on(p, device)
+    size, launches = schedule.workspace_bytes(p), _launches(p, x, schedule, o, ht, pool)
+    seeds = workspace(device.index, size) if size else None
     return prefill_record(p, x, serving, TOKENS, (o, ht), launches, seeds, _schedule_of(p, device, schedule))
 
 
@@ -145,9 +139,11 @@ def _launches(
     operands = {name: Operand(getattr(x, name), of[name]) for name in (*TOKENS, "decay", "cu_seqlens")}
     operands |= {"o": Operand(o, ~0), "seeds": Operand(seeds, ~2 if schedule.segment else None)}
     operands |= state_operands(of, x.initial_state, ht, pool, ~1)
-    numbers = _numbers(p, x, schedule, o) | state_numbers(p, x.initial_state, ht, pool)
-    varying = tuple(_sizes(p, schedule))
-    return [Launch(LIGHTNING, kernel, operands, numbers, varying) for kernel in _kernels(p, schedule)]
+    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, o=o)}
+    numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale}
+    numbers |= state_numbers(p, x.initial_state, ht, pool)
+    sizes, target = schedule.numbers(p), target_of(p.sm)
+    return [Launch(LIGHTNING, load(name, target), operands, numbers | sizes, tuple(sizes)) for name in schedule.kernels]
 
 
 def _schedule_of(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int, int, int], Scheduled | None]:
@@ -157,31 +153,19 @@ def _schedule_of(p: LightningProblem, device: torch.device, schedule: Schedule) 
     def schedule_of(B: int, T: int, N: int) -> Scheduled | None:
         other = resized(p, B, T, N)
         made = choose_schedule(other, num_sms)
-        if made.kernel != schedule.kernel or bool(made.segment) != bool(schedule.segment):
+        if made.kernels != schedule.kernels:
             return None
-        return Scheduled(tuple(_sizes(other, made).values()), _seeds(other, device, made))
+        size = made.workspace_bytes(other)
+        return Scheduled(tuple(made.numbers(other).values()), workspace(device.index, size) if size else None)
 
     return schedule_of
-
-
-def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int], Tensor] | None:
-    """Memory that segments leave their states in."""
-    return workspace(device.index, 4 * schedule.num_ids * p.HV * p.V * p.K) if schedule.segment else None
-
-
-def _final_state(p: LightningProblem, x: LightningInputs) -> Tensor | None:
-    if not p.options.output_final_state:
-        return None
-    return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=x.q.device)
 
 
 def kernels(op: str, problem: Any, num_sms: int) -> tuple[str, ...]:
     """The names of the kernels that a call launches on a GPU with so many SMs."""
     if not isinstance(problem, LightningProblem):
         return (decode.variant(problem),)
-    if op == "lightning_bwd":
-        return backward.names(choose_schedule(problem, num_sms, BACKWARD))
-    return _names(choose_schedule(problem, num_sms))
+    return choose_schedule(problem, num_sms, BACKWARD if op == "lightning_bwd" else FORWARD).kernels
 
 
 def spread(op: str, problem: Any, num_sms: int) -> str | None:
@@ -196,26 +180,3 @@ def spread(op: str, problem: Any, num_sms: int) -> str | None:
 def keeps(problem: LightningProblem) -> bool:
     """Whether a forward saves more for the backward than its inputs: never."""
     return False
-
-
-def _names(schedule: Schedule) -> tuple[str, ...]:
-    recurrence = f"lightning_{schedule.kernel}"
-    return (f"lightning_ends_{schedule.kernel}", recurrence) if schedule.segment else (recurrence,)
-
-
-def _kernels(p: LightningProblem, schedule: Schedule) -> tuple[Callable[..., Any], ...]:
-    """What a schedule launches."""
-    return tuple(load(name, target_of(p.sm)) for name in _names(schedule))
-
-
-def _numbers(p: LightningProblem, x: LightningInputs, schedule: Schedule, o: Tensor) -> dict[str, int | float | bool]:
-    """The arguments behind the addresses, but for those about states, by name."""
-    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, o=o)}
-    numbers |= {"H": p.H, "HV": p.HV, "group": p.HV // p.H, "scale": p.scale}
-    return numbers | _sizes(p, schedule)
-
-
-def _sizes(p: LightningProblem, schedule: Schedule) -> dict[str, int]:
-    """The arguments that follow from the numbers of tokens and sequences, by name."""
-    sizes = {"T": p.B * p.T, "num_seqs": p.N, "length": 0 if p.is_packed else p.T}
-    return sizes | {name: getattr(schedule, name) for name in ("segment", "per_seq", "num_ids", "num_blocks")}

@@ -7,9 +7,7 @@ work is split. The forward keeps nothing for them but its inputs. Never run on h
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ from cula.lightning.problem import LightningInputs, LightningProblem
 from cula.ops.cute.archs import target_of
 from cula.ops.cute.launch import Launch, Operand, token_strides
 from cula.ops.cute.lightning_bwd_abi import LIGHTNING_BWD, OUTPUTS
-from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, choose_schedule
-from cula.ops.cute.tensors import as_states, as_tokens, sms_of, stream_of
+from cula.ops.cute.lightning_schedule import BACKWARD, Schedule, schedule_on
+from cula.ops.cute.tensors import as_states, as_tokens, stream_of
 from cula.ops.cute.toolchain.loader import load
 
 
@@ -46,16 +44,11 @@ def why_not(problem: LightningProblem) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _schedule_on(problem: LightningProblem, device: torch.device) -> Schedule:
-    return choose_schedule(problem, sms_of(device), BACKWARD)
-
-
 def lightning_bwd(
     problem: LightningProblem, x: LightningInputs, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
 ) -> Gradients:
     """Gradients of q, k and v in bfloat16, and of the initial state in float32, where there is one."""
-    return run(problem, x, _schedule_on(problem, x.q.device), do, dht)
+    return run(problem, x, schedule_on(problem, x.q.device, BACKWARD), do, dht)
 
 
 def run(problem: LightningProblem, x: LightningInputs, schedule: Schedule, do: Tensor, dht: Tensor | None) -> Gradients:
@@ -64,8 +57,8 @@ def run(problem: LightningProblem, x: LightningInputs, schedule: Schedule, do: T
     h0 = None if x.initial_state is None else as_states(x.initial_state)
     dht = None if dht is None else as_states(dht.float().contiguous())
     x, do = x._replace(q=as_tokens(x.q), k=as_tokens(x.k), v=as_tokens(x.v), initial_state=h0), as_tokens(do)
-    made = _outputs(p, x)
-    seeds = torch.empty(_seeds_shape(p, schedule), dtype=torch.float32, device=device) if schedule.segment else None
+    made, size = _outputs(p, x), schedule.workspace_bytes(p)
+    seeds = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     for launch in _launches(p, x, schedule, do, dht, made, seeds):
         launch.now(stream_of(device))
     return made
@@ -80,10 +73,11 @@ def record_lightning_bwd(
     is_plain = dht is None or (dht.dtype == torch.float32 and dht.is_contiguous())
     if not is_plain or any(as_tokens(t) is not t for t in (x.q, x.k, x.v, do)):
         return None
-    schedule, made = _schedule_on(p, device), _outputs(p, x)
+    schedule, made = schedule_on(p, device, BACKWARD), _outputs(p, x)
     launches = tuple(launch.recorded() for launch in _launches(p, x, schedule, do, dht, made))
     outputs = tuple(None if t is None else form_of(t) for t in made)
-    return LaunchRecord(device.index, launches, outputs, _seeds(p, device, schedule))
+    size = schedule.workspace_bytes(p)
+    return LaunchRecord(device.index, launches, outputs, workspace(device.index, size) if size else None)
 
 
 def _launches(
@@ -101,8 +95,10 @@ def _launches(
     operands["h0"] = operands.pop("initial_state")
     operands |= {name: Operand(t, ~i) for i, (name, t) in enumerate(made._asdict().items()) if name != "d_decay"}
     operands["seeds"] = Operand(seeds, ~len(made) if schedule.segment else None)
-    numbers = _numbers(p, x, schedule, do, dht)
-    return [Launch(LIGHTNING_BWD, kernel, operands, numbers) for kernel in _kernels(p, schedule)]
+    has_h0, target = int(x.initial_state is not None), target_of(p.sm)
+    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, do=do), "H": p.H, "scale": p.scale}
+    numbers |= {"has_h0": has_h0, "has_dht": int(dht is not None), "has_dh0": has_h0, **schedule.numbers(p)}
+    return [Launch(LIGHTNING_BWD, load(name, target), operands, numbers) for name in schedule.kernels]
 
 
 def _outputs(p: LightningProblem, x: LightningInputs) -> Gradients:
@@ -111,37 +107,3 @@ def _outputs(p: LightningProblem, x: LightningInputs) -> Gradients:
 
     dq, dk, dv = (new(p.B, p.T, p.H, p.K, dtype=p.dtype) for _ in OUTPUTS)
     return Gradients(dq, dk, dv, None, new(p.N, p.HV, p.V, p.K, dtype=torch.float32) if p.has_initial_state else None)
-
-
-def _seeds_shape(p: LightningProblem, schedule: Schedule) -> tuple[int, ...]:
-    """The shape of what segments leave to each other: states S, and gradients of states."""
-    return BACKWARD.states * schedule.num_ids, p.HV, p.V, p.K
-
-
-def _seeds(p: LightningProblem, device: torch.device, schedule: Schedule) -> Callable[[int], Tensor] | None:
-    if not schedule.segment:
-        return None
-    ids, *shape = _seeds_shape(p, schedule)
-    return workspace(device.index, 4 * ids * shape[0] * shape[1] * shape[2])
-
-
-def names(schedule: Schedule) -> tuple[str, ...]:
-    """The names of the kernels that a schedule launches."""
-    recurrence = f"bwd_lightning_{schedule.kernel}"
-    return (f"bwd_lightning_ends_{schedule.kernel}", recurrence) if schedule.segment else (recurrence,)
-
-
-def _kernels(p: LightningProblem, schedule: Schedule) -> tuple[Callable[..., Any], ...]:
-    """What a schedule launches."""
-    return tuple(load(name, target_of(p.sm)) for name in names(schedule))
-
-
-def _numbers(
-    p: LightningProblem, x: LightningInputs, schedule: Schedule, do: Tensor, dht: Tensor | None
-) -> dict[str, int | float | bool]:
-    """The arguments behind the addresses, by name."""
-    numbers: dict[str, int | float | bool] = {**token_strides(q=x.q, k=x.k, v=x.v, do=do)}
-    has_h0 = int(x.initial_state is not None)
-    numbers |= {"T": p.B * p.T, "H": p.H, "scale": p.scale, "num_seqs": p.N, "length": 0 if p.is_packed else p.T}
-    numbers |= {"has_h0": has_h0, "has_dht": int(dht is not None), "has_dh0": has_h0}
-    return numbers | {name: getattr(schedule, name) for name in ("segment", "per_seq", "num_ids", "num_blocks")}

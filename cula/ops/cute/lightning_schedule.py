@@ -10,33 +10,53 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
+
 from cula.core.constants import CHUNK
 from cula.lightning.problem import LightningProblem
 from cula.ops.cute.archs import arch_of
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A kernel and how its work is split."""
-
-    kernel: str  # of the architecture's `KERNELS`
-    segment: int  # tokens; 0: sequences are whole
-    per_seq: int  # segments of every sequence, where all are of one length
-    num_ids: int  # segments in all, or sequences
-    num_blocks: int
+from cula.ops.cute.tensors import sms_of
 
 
 @dataclass(frozen=True)
 class Direction:
     """A forward or a backward: what all of its launches have in common."""
 
+    prefix: str  # of its kernels' names
     attentions: int  # of the recurrence, side by side
     states: int  # that the first pass over segments makes
     splits_v: bool  # has kernels that give a head to several blocks
 
 
-FORWARD = Direction(attentions=1, states=1, splits_v=True)
-BACKWARD = Direction(attentions=3, states=2, splits_v=False)
+FORWARD = Direction("lightning", attentions=1, states=1, splits_v=True)
+BACKWARD = Direction("bwd_lightning", attentions=3, states=2, splits_v=False)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A kernel and how its work is split."""
+
+    of: Direction
+    kernel: str  # of the architecture's `KERNELS`
+    segment: int  # tokens; 0: sequences are whole
+    per_seq: int  # segments of every sequence, where all are of one length
+    num_ids: int  # segments in all, or sequences
+    num_blocks: int
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of what is launched, in order: the first pass over segments, where there are some, and the recurrence."""
+        ends = (f"{self.of.prefix}_ends_{self.kernel}",) if self.segment else ()
+        return (*ends, f"{self.of.prefix}_{self.kernel}")
+
+    def numbers(self, p: LightningProblem) -> dict[str, int]:
+        """The arguments that follow from the numbers of tokens and sequences, by name."""
+        numbers = {"T": p.B * p.T, "num_seqs": p.N, "length": 0 if p.is_packed else p.T}
+        return numbers | {name: getattr(self, name) for name in ("segment", "per_seq", "num_ids", "num_blocks")}
+
+    def workspace_bytes(self, p: LightningProblem) -> int:
+        """What segments leave to each other: states, and in a backward gradients of states; in float32."""
+        return 4 * self.of.states * self.num_ids * p.HV * p.V * p.K if self.segment else 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,7 @@ def split_into(problem: LightningProblem, kernel: str, segment: int, num_sms: in
         per_seq = -(-T // segment) if segment else 1
         num_ids = N * per_seq
     blocks = num_ids * problem.HV * _kernel_of(problem, kernel).blocks_of_v * of.attentions
-    return Schedule(kernel, segment, per_seq, num_ids, min(blocks, num_sms))
+    return Schedule(of, kernel, segment, per_seq, num_ids, min(blocks, num_sms))
 
 
 def _kernel_of(problem: LightningProblem, name: str) -> Kernel:
@@ -135,3 +155,9 @@ def _cost(of: Direction, kernel: Kernel, heads: int, tokens: int, per_seq: int, 
     waves = -(-states * of.states // num_sms)
     ends = max(waves * length * kernel.ends_us, of.states * share * 2 * bytes_of_heads / kernel.bytes_per_us)
     return recurrence + ends + kernel.launch_us + (per_seq - 1) * kernel.seed_us
+
+
+@functools.lru_cache(maxsize=1024)
+def schedule_on(problem: LightningProblem, device: torch.device, of: Direction = FORWARD) -> Schedule:
+    """The schedule of a call on a GPU of this machine."""
+    return choose_schedule(problem, sms_of(device), of)

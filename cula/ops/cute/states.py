@@ -24,8 +24,8 @@ def pool_why_not(problem: Problem) -> str | None:
 def state_operands(
     of: dict[str, int], h0: Tensor | None, ht: Tensor | None, pool: Pool | None, place_of_ht: int
 ) -> dict[str, Operand]:
-    """What stands at the addresses of `states_abi.py`, by name: from the numbers `of` a call's tensors by name, and that of the
-    final state that it makes."""
+    """What stands at the addresses of `states_abi.py`, by name. `of` has the numbers of a call's tensors by name (`places`), and
+    `place_of_ht` is the number of the final state, which the call makes."""
     if pool is None:
         first, last, indices, has_state = Operand(h0, of["initial_state"]), Operand(ht, place_of_ht), None, None
     else:

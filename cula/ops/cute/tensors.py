@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in the form that the CuTe kernels take them."""
+"""Tensors in the form that the CuTe kernels take them, and those that they write to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from cula.core.problem import Problem
 from cula.ops.cute.abi import TMA_BYTES
 
 
@@ -33,6 +34,24 @@ def as_states(t: Tensor) -> Tensor:
 def sms_of(device: torch.device) -> int:
     """SMs of a GPU of this machine."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def empty_output(p: Problem, device: torch.device, out: Tensor | None) -> Tensor:
+    """What takes o: the caller's tensor where there is one."""
+    return torch.empty((p.B, p.T, p.HV, p.V), dtype=p.dtype, device=device) if out is None else out
+
+
+def empty_final_state(p: Problem, device: torch.device) -> Tensor | None:
+    """What takes the final states, where they are asked for."""
+    if not p.options.output_final_state:
+        return None
+    return torch.empty((p.N, p.HV, p.V, p.K), dtype=torch.float32, device=device)
+
+
+@functools.cache
+def zeros_on(device: torch.device, *shape: int) -> Tensor:
+    """Zeros in float32, which stand for a gate's parameter where a call has none. Nobody writes to them."""
+    return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def stream_of(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from cula.ops.cute import decode
 from cula.ops.cute.toolchain import loader, self_check, variants
 from cula.reference import relative_error
 from tests.support.cute import needs_dsl, skip_without_dsl
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay
 from tests.support.variants import BLACKWELL_DECODE, DECODE_STEPS, HOPPER_DECODE
 from tools import ptx
 from tools.ptx import copies
@@ -386,12 +386,7 @@ def test_the_number_of_states_chooses_the_kernel(T):
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The name and arguments of every launch, instead of launches."""
-    calls = []
-    kernel = stand_in(request.param)
-    monkeypatch.setattr(decode, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
-    monkeypatch.setattr(decode, "stream_of", lambda device: 0)
-    replay_on_cpu(monkeypatch)
-    return calls
+    return instead_of_launches(monkeypatch, decode, request.param, lambda *launched: launched)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.layout != "odd"], ids=str)

@@ -23,7 +23,7 @@ from cula.ops.cute.gdn_schedule import Schedule, how, schedule
 from cula.ops.cute.toolchain import loader, self_check
 from cula.reference import relative_error
 from tests.support.cute import skip_without_dsl
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay
 from tools import ptx
 from tools.ptx.mutate import without, without_wait
 
@@ -346,13 +346,9 @@ NOT_SERVED = (None,) * 5  # tensors of a call behind `out`
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The name and the arguments of every launch, instead of launches."""
-    calls = []
-    kernel = stand_in(request.param)
-    monkeypatch.setattr(gdn, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
-    monkeypatch.setattr(gdn, "stream_of", lambda device: 0)
+    calls = instead_of_launches(monkeypatch, gdn, request.param)
     monkeypatch.setattr(gdn, "sms_of", lambda device: NUM_SMS)
     monkeypatch.setattr(gdn, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
-    replay_on_cpu(monkeypatch)
     return calls
 
 

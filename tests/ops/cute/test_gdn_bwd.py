@@ -17,7 +17,7 @@ from cula.core.dispatch import choose
 from cula.core.replay import record
 from cula.gdn.problem import GdnInputs, GdnProblem
 from cula.kda.problem import KdaGrads
-from cula.ops.cute import gdn_bwd
+from cula.ops.cute import gdn_bwd, kda_bwd_call
 from cula.ops.cute.gdn_bwd_abi import BACKWARD
 from cula.ops.cute.kda_bwd_schedule import schedule, split_into
 from cula.ops.cute.toolchain import loader
@@ -25,7 +25,7 @@ from cula.reference import relative_error
 from tests.ops.cute.test_gdn import Case, make
 from tests.ops.cute.test_kda_bwd import FRESH, of_kernel
 from tests.support.cute import poison_new_memory, skip_without_dsl
-from tests.support.replay import replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
 
@@ -214,16 +214,10 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The arguments of every launch, by name, instead of launches."""
-    calls = []
-    kernel, names = stand_in(request.param), [a.name for a in BACKWARD.args]
-    monkeypatch.setattr(
-        gdn_bwd, "load", lambda name, arch: kernel(lambda *given: calls.append((name, dict(zip(names, given[:-1])))))
-    )  # fmt: skip
-    monkeypatch.setattr(gdn_bwd, "stream_of", lambda device: 0)
+    by_name = lambda name, arguments: (name, dict(zip([a.name for a in BACKWARD.args], arguments[:-1])))
     monkeypatch.setattr(gdn_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
-    monkeypatch.setattr(gdn_bwd, "sms_of", lambda device: NUM_SMS)
-    replay_on_cpu(monkeypatch)
-    return calls
+    monkeypatch.setattr(kda_bwd_call, "sms_of", lambda device: NUM_SMS)
+    return instead_of_launches(monkeypatch, gdn_bwd, request.param, by_name)
 
 
 @pytest.mark.parametrize(

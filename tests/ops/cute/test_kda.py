@@ -23,7 +23,7 @@ from cula.ops.cute.kda_abi import BOUND, VEC
 from cula.ops.cute.kda_schedule import Schedule, fused, schedule, split_into
 from cula.ops.cute.toolchain import build
 from cula.reference import relative_error
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay
 from tests.support.slow import slow_but
 from tests.support.variants import BLACKWELL_KDA, HOPPER_FUSED_KDA, HOPPER_KDA
 from tools import ptx
@@ -502,11 +502,7 @@ O, HT, WORKSPACE = [[a.name for a in kda_abi.SPLIT.addresses].index(name) for na
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The arguments of every launch, instead of launches."""
-    calls = []
-    kernel = stand_in(request.param)
-    monkeypatch.setattr(kda, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, arguments))))
-    monkeypatch.setattr(kda, "stream_of", lambda device: 0)
-    replay_on_cpu(monkeypatch)
+    calls = instead_of_launches(monkeypatch, kda, request.param, lambda *launched: launched)
     monkeypatch.setattr(kda, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
     monkeypatch.setattr(kda, "sms_of", lambda device: NUM_SMS)
     return calls

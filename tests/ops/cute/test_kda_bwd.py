@@ -19,9 +19,9 @@ from cula.core.operator import Attention
 from cula.core.replay import cache, record
 from cula.gdn.problem import GdnOptions, GdnProblem
 from cula.kda.problem import KdaGrads, KdaInputs, KdaProblem
-from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_schedule
+from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_bwd_call, kda_schedule
 from cula.ops.cute.kda_abi import SPLIT
-from cula.ops.cute.kda_bwd_abi import BACKWARD, Home, Makes, tiles_bytes
+from cula.ops.cute.kda_bwd_abi import BACKWARD, WORKSPACE, Home, Makes, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import schedule
 from cula.ops.cute.toolchain import build, loader, self_check
 from cula.reference import relative_error
@@ -29,7 +29,7 @@ from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_dispatch import HOPPER
 from tests.support.orders import in_each_order
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay, stand_in
 from tests.support.variants import HOPPER_KDA_BWD
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, Edit, without, without_wait
@@ -269,7 +269,7 @@ def test_tiles_are_of_the_call(launched):
 
 
 def homes_of(p: KdaProblem | GdnProblem, lends: bool = True) -> tuple[Home, Home]:
-    sizes = kda_bwd.sizes_of(p, schedule(p, NUM_SMS), lends)
+    sizes = kda_bwd_call.sized_by(WORKSPACE, p, schedule(p, NUM_SMS), lends).numbers
     return sizes["home_of_T"], sizes["home_of_P"]
 
 
@@ -316,20 +316,21 @@ def test_bytes_at_the_peak(change, most):
     """Outputs, gradients and the workspace at T=8192 and 32 value heads, where FLA took 2,022,703,104 above the inputs
     (`benchmarks/results/H200-kda-train.json`)."""
     p = dataclasses.replace(HOPPER, **LENGTHS | {"HV": 32} | change)
-    made_for = schedule(p, NUM_SMS)
-    work = kda_bwd._workspace_bytes(p, made_for, has_tiles=False)
+    made = schedule(p, NUM_SMS)
+    work = kda_bwd.sized(p, made, has_tiles=False).workspace
     assert work <= most
     gradients = [shape.numel() * dtype.itemsize for shape, dtype in of_gradients(p)]
     assert work + p.T * p.HV * p.V * 2 + sum(gradients) < 2_022_703_104 / 2
     # The tiles that a forward keeps are not the backward's, and passes without gradients have nothing behind the recurrences.
-    tiles = tiles_bytes(made_for.chunks * p.HV)
-    assert kda_bwd._workspace_bytes(p, made_for, has_tiles=True) + tiles >= work
+    tiles = tiles_bytes(made.chunks * p.HV)
+    assert kda_bwd.sized(p, made, has_tiles=True).workspace + tiles >= work
     for makes in (Makes.TRANSITION, Makes.STATE_GRAD):
-        assert kda_bwd._workspace_bytes(p, made_for, False, makes) == tiles + 128
+        assert kda_bwd.sized(p, made, False, makes).workspace == tiles + 128
 
 
 def of_gradients(p: KdaProblem) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(torch.Size(form[0]), form[2]) for form in kda_bwd.forms(p, (True, True, True)) if form is not None]
+    found = kda_bwd_call.forms(p, kda_bwd_call.Present(A_log=True, dt_bias=True, initial_state=True))
+    return [(torch.Size(form[0]), form[2]) for form in found if form is not None]
 
 
 # Who is served
@@ -426,16 +427,10 @@ def test_who_keeps_tiles(monkeypatch):
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The arguments of every launch, by name, instead of launches."""
-    calls = []
-    kernel, names = stand_in(request.param), [a.name for a in BACKWARD.args]
-    monkeypatch.setattr(
-        kda_bwd, "load", lambda name, arch: kernel(lambda *given: calls.append((name, dict(zip(names, given[:-1])))))
-    )  # fmt: skip
-    monkeypatch.setattr(kda_bwd, "stream_of", lambda device: 0)
+    by_name = lambda name, arguments: (name, dict(zip([a.name for a in BACKWARD.args], arguments[:-1])))
     monkeypatch.setattr(kda_bwd, "schedule_on", lambda problem, device: schedule(problem, NUM_SMS))
-    monkeypatch.setattr(kda_bwd, "sms_of", lambda device: NUM_SMS)
-    replay_on_cpu(monkeypatch)
-    return calls
+    monkeypatch.setattr(kda_bwd_call, "sms_of", lambda device: NUM_SMS)
+    return instead_of_launches(monkeypatch, kda_bwd, request.param, by_name)
 
 
 FRESH = {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0", "workspace"}  # allocated by each call

@@ -22,7 +22,7 @@ from cula.ops.cute.lightning_schedule import choose_schedule, make_schedule
 from cula.ops.cute.toolchain import build, loader
 from cula.reference import relative_error
 from tests.support.calls import TOLERANCE, LightningCall
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay
 from tools import ptx
 from tools.ptx.mutate import WGMMA_WAIT, without, without_wait
 
@@ -220,7 +220,7 @@ def test_another_sequences_nan_stays_there(device):
 def force(monkeypatch, per_seq):
     """A schedule with so many segments to a sequence, whatever is cheapest."""
     choose = lambda problem, num_sms: make_schedule(problem, "d128", per_seq, NUM_SMS)
-    monkeypatch.setattr(lightning, "_schedule_on", lambda problem, device: choose(problem, NUM_SMS))
+    monkeypatch.setattr(lightning, "schedule_on", lambda problem, device: choose(problem, NUM_SMS))
     monkeypatch.setattr(lightning, "choose_schedule", choose)
     monkeypatch.setattr(lightning, "sms_of", lambda device: NUM_SMS)
 
@@ -276,12 +276,7 @@ NOT_SERVED = (None,) * 5  # tensors of a call behind `out`
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The name and the arguments of every launch, instead of launches."""
-    calls = []
-    kernel = stand_in(request.param)
-    monkeypatch.setattr(lightning, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
-    monkeypatch.setattr(lightning, "stream_of", lambda device: 0)
-    replay_on_cpu(monkeypatch)
-    return calls
+    return instead_of_launches(monkeypatch, lightning, request.param)
 
 
 @pytest.mark.parametrize("name", ["whole", "packed", "no state", "packed, split"])

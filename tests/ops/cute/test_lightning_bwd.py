@@ -26,7 +26,7 @@ from tests.ops.cute.test_lightning import HOPPER, NUM_SMS, check_lightning
 from tests.support.calls import LightningCall
 from tests.support.cute import poison_new_memory, skip_without_dsl
 from tests.support.orders import in_each_order
-from tests.support.replay import replay, replay_on_cpu, stand_in
+from tests.support.replay import instead_of_launches, replay
 from tools import ptx
 from tools.ptx.mutate import NAMED_BARRIER, WGMMA_WAIT, without, without_wait
 
@@ -249,18 +249,13 @@ def test_the_kernels_of_a_call_are_named(T, H, names):
 @pytest.fixture(params=["python", "c"])
 def launched(monkeypatch, request):
     """The name and the arguments of every launch, instead of launches."""
-    calls = []
-    kernel = stand_in(request.param)
-    monkeypatch.setattr(lightning_bwd, "load", lambda name, arch: kernel(lambda *arguments: calls.append((name, *arguments))))
-    monkeypatch.setattr(lightning_bwd, "stream_of", lambda device: 0)
-    replay_on_cpu(monkeypatch)
-    return calls
+    return instead_of_launches(monkeypatch, lightning_bwd, request.param)
 
 
 def force(monkeypatch, kernel, per_seq):
     """A schedule with so many segments to a sequence, whatever is cheapest."""
-    made = lambda problem, device: make_schedule(problem, kernel, per_seq, NUM_SMS, BACKWARD)
-    monkeypatch.setattr(lightning_bwd, "_schedule_on", made)
+    made = lambda problem, device, of: make_schedule(problem, kernel, per_seq, NUM_SMS, of)
+    monkeypatch.setattr(lightning_bwd, "schedule_on", made)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -93,11 +93,11 @@ from cula.ops.cute.common.kda_intra_steps import (
 )
 from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, tma_split
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.kda_abi import BETA, BOUND, LOWER_LEFT, TILE_BYTES, UPPER_RIGHT
 
 THREADS = 256
-STORE_WARP = 4  # issues the TMA stores
+LOAD_WARP, STORE_WARP = 0, 4  # issue what TMA does
 
 
 class Barrier(enum.IntEnum):
@@ -167,7 +167,8 @@ def intra_kernel(
         leave_to_fused(mCu, scalars.longest, is_last=False)
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
     cute.arch.griddepcontrol_launch_dependents()  # the next kernel may set itself up; it waits for our end
-    hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)
+    hv, number, begin, start, tokens = chunk_of_block(mCu, length, halvings)
+    clear_done(results, hv, number)
     if start < tokens:
         place = Place(hv, head_of(hv, group), number, begin + start, tokens - start)
         intra_chunk(tma, gates, results, scalars, mmas, lt, variant, has_whole_squares, place)
@@ -184,18 +185,11 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def chunk_of_block(results: cutlass.Constexpr, mCu: cute.Tensor, length: I32, halvings: I32):
-    """(Value head, number of the chunk, first token of the sequence, first token of the chunk in it, tokens of the sequence)."""
-    hv, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, mCu, length, halvings)
-        chunk = number - first
+def clear_done(results: cutlass.Constexpr, hv: I32, number: I32):
+    """Of the segment that has the block's number, if there is one: the recurrence counts."""
     segment = number * results.mVec.shape[1] + hv
     if segment < cute.size(results.mDone) and cute.arch.thread_idx()[0] == 0:
-        results.mDone[segment] = I32(0)  # for the recurrence, which counts
-    return hv, number, begin, chunk * 64, tokens
+        results.mDone[segment] = I32(0)
 
 
 @cute.jit
@@ -210,6 +204,46 @@ def load_tiles(loads: Any, t0: Any, full: Any) -> None:
         at = cute.local_tile(cute.domain_offset((t0, 0), tma.coordinates[None, None, head]), (64, 128), (0, 0))
         s_part, g_part = tma_split(tma.atom, s, at)
         cute.copy(tma.atom, g_part, s_part, tma_bar_ptr=full + which)
+
+
+@cute.jit
+def start_loads(x: cutlass.Constexpr, tma: cutlass.Constexpr, place: cutlass.Constexpr, wid: I32):
+    """g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once.
+    Returns all three, for `finish_loads`."""
+    smem, has_gate_tile = x.smem, x.variant.has_gate_tile
+    loads = [(tma.k, smem.k, place.h, Full.KQ), (tma.q, smem.q, place.h, Full.KQ)]
+    if cutlass.const_expr(has_gate_tile):
+        loads = [(tma.g, smem.g, place.hv, Full.G), *loads]
+    if wid == LOAD_WARP:
+        with cute.arch.elect_one():
+            if cutlass.const_expr(has_gate_tile):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
+        load_tiles(loads[:1] if cutlass.const_expr(has_gate_tile) else loads, place.t0, smem.full)
+    return loads
+
+
+@cute.jit
+def finish_loads(
+    x: cutlass.Constexpr,
+    loads: cutlass.Constexpr,
+    place: cutlass.Constexpr,
+    thread: I32,
+    wid: I32,
+    are_operands: cutlass.Constexpr = False,
+):
+    """g has come, and rows past the end are clear. k and q may be operands as they lie."""
+    smem = x.smem
+    if cutlass.const_expr(x.variant.has_gate_tile):
+        cute.arch.mbarrier_wait(smem.full + Full.G, 0)
+        if wid == LOAD_WARP:
+            load_tiles(loads[1:], place.t0, smem.full)
+    if place.left < 64:
+        cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
+        clear_past_end(loads, thread, place.left)
+        if cutlass.const_expr(are_operands):
+            cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_threads()  # the bias is there, too
 
 
 @cute.jit
@@ -292,9 +326,7 @@ def intra_chunk(
     place: cutlass.Constexpr,
 ):
     """One chunk by the eight warps of a block."""
-    hv, h, number, t0, left = place
-    mVec = results.mVec
-    has_gate_tile = variant.has_gate_tile
+    hv, number, left, mVec = place.hv, place.number, place.left, results.mVec
     record = cute.arch.make_warp_uniform(number * mVec.shape[1] + hv)
     tid, _, _ = cute.arch.thread_idx()
     wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -304,32 +336,16 @@ def intra_chunk(
     smem = smem_layout(SmemAllocator(), lt, variant)
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
 
-    # -- g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once
-    loads = [(tma.k, smem.k, h, Full.KQ), (tma.q, smem.q, h, Full.KQ)]
-    if cutlass.const_expr(has_gate_tile):
-        loads = [(tma.g, smem.g, hv, Full.G), *loads]
-    if wid == 0:
+    if wid == LOAD_WARP:
         with cute.arch.elect_one():
             for which in Full:
                 cute.arch.mbarrier_init(smem.full + which, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    if wid == 0:
-        with cute.arch.elect_one():
-            if cutlass.const_expr(has_gate_tile):
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
-        load_tiles(loads[:1] if cutlass.const_expr(has_gate_tile) else loads, t0, smem.full)
-    raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
+    loads = start_loads(x, tma, place, wid)
+    raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, place.t0)  # nobody waits for them yet
     until, after = sums_of(variant, r, c)
-    if cutlass.const_expr(has_gate_tile):
-        cute.arch.mbarrier_wait(smem.full + Full.G, 0)
-        if wid == 0:
-            load_tiles(loads[1:], t0, smem.full)
-    if left < 64:
-        cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
-        clear_past_end(loads, tid, left)
-    cute.arch.sync_threads()  # the bias is there, too
+    finish_loads(x, loads, place, tid, wid)
 
     # -- decays, norms, write strengths
     L, rest = sum_gates(x, raw_g, A_log, slope, scalars.lower, until, after)
@@ -370,32 +386,64 @@ def intra_chunk(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()  # tiles are complete, keys and tables have been read: A and P take their place
 
-    # -- P, then T
-    p_has_left = NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256)
     if side == KEYS:
-        place_a(x, scores, b)
-        NamedBarrier(barrier_id=Barrier.A_IN_PLACE, num_threads=128).arrive_and_wait()
-        cols = cute.make_rmem_tensor((32,), variant.dtype)
-        invert(x, cols)
-        p_has_left.arrive_and_wait()
-        place_t(again if variant.is_steep or variant.gate != "gate" else x, cols, smem.out)
-        send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
-        if cutlass.const_expr(not variant.is_scalar):
-            bound = bound_by_pairs(x, cols)
-            if lane == 0:
-                mVec[number, hv, BOUND + block_row] = bound
+        finish_keys(x, again, scores, b, results, place, record, has_whole_squares)
     else:
-        if wid == STORE_WARP:
-            for i in cutlass.range_constexpr(2):
-                store_tile(tma.tiles, smem.kb_qg[None, None, i], record, i)
-            cute.arch.cp_async_bulk_commit_group()
-        place_p(again if variant.is_steep or variant.gate != "gate" else x, scores, diagonal_p, L)
-        send_square(x, results.mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
-        if cutlass.const_expr(not variant.is_scalar):
-            leave_sizes(again)  # the inverse takes longer than this and P
-        p_has_left.arrive()
-        if wid == STORE_WARP:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        finish_queries(x, again, scores, diagonal_p, L, tma.tiles, results.mP, record, wid, has_whole_squares)
+
+
+@cute.jit
+def finish_keys(
+    x: cutlass.Constexpr,
+    again: cutlass.Constexpr,
+    scores: cute.Tensor,
+    b: cute.Tensor,
+    results: cutlass.Constexpr,
+    place: cutlass.Constexpr,
+    record: I32,
+    has_whole_squares: cutlass.Constexpr,
+):
+    """T, when P has left the memory that it takes, and what bounds the chunk's transition. By the warps of the keys."""
+    variant, mVec = x.variant, results.mVec
+    place_a(x, scores, b)
+    NamedBarrier(barrier_id=Barrier.A_IN_PLACE, num_threads=128).arrive_and_wait()
+    cols = cute.make_rmem_tensor((32,), variant.dtype)
+    invert(x, cols)
+    NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256).arrive_and_wait()
+    place_t(again if variant.is_steep or variant.gate != "gate" else x, cols, x.smem.out)
+    send_square(x, results.mT, record, None if cutlass.const_expr(has_whole_squares) else LOWER_LEFT)
+    if cutlass.const_expr(not variant.is_scalar):
+        bound = bound_by_pairs(x, cols)
+        if x.lane == 0:
+            mVec[place.number, place.hv, BOUND + x.block_row] = bound
+
+
+@cute.jit
+def finish_queries(
+    x: cutlass.Constexpr,
+    again: cutlass.Constexpr,
+    scores: cute.Tensor,
+    diagonal_p: cute.Tensor,
+    L: cute.Tensor,
+    tiles: cutlass.Constexpr,
+    mP: cute.Tensor,
+    record: I32,
+    wid: I32,
+    has_whole_squares: cutlass.Constexpr,
+):
+    """P, sizes of kr and kb, and tiles to global memory. By the warps of the queries."""
+    variant = x.variant
+    if wid == STORE_WARP:
+        for i in cutlass.range_constexpr(2):
+            store_tile(tiles, x.smem.kb_qg[None, None, i], record, i)
+        cute.arch.cp_async_bulk_commit_group()
+    place_p(again if variant.is_steep or variant.gate != "gate" else x, scores, diagonal_p, L)
+    send_square(x, mP, record, None if cutlass.const_expr(has_whole_squares) else UPPER_RIGHT)
+    if cutlass.const_expr(not variant.is_scalar):
+        leave_sizes(again)  # the inverse takes longer than this and P
+    NamedBarrier(barrier_id=Barrier.P_LEFT, num_threads=256).arrive()
+    if wid == STORE_WARP:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def store_tile(tiles: Tma, s: Any, record: Any, i: int) -> None:

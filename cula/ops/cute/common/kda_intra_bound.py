@@ -22,6 +22,7 @@ from cula.ops.cute.common.fp16_window import bits_of, from_bits
 from cula.ops.cute.common.fragments import flat, lane_address, shared_at
 from cula.ops.cute.common.gate import exp2, log2
 from cula.ops.cute.common.kda_intra_steps import address
+from cula.ops.cute.common.lanes import COLUMN, WARP, sum_over
 from cula.ops.cute.common.squares import squares_at
 from cula.ops.cute.common.tiles import F16, F32, I32
 from cula.ops.cute.kda_abi import BOUND
@@ -65,8 +66,7 @@ def bound_by_pairs(x: cutlass.Constexpr, cols: cute.Tensor):
                     y[e // 2] = y[e // 2] + kr[e % 2] * cute.math.absf(block[e])
     for i in cutlass.range_constexpr(2):
         total += y[i] * x.smem.sizes[16 * x.block_row + x.r + 8 * i, 1]
-    for off in (1, 2, 4, 8, 16):
-        total += cute.arch.shuffle_sync_bfly(total, offset=off)
+    total = sum_over(WARP, total)
     if x.block_row == 3:
         of, nan = x.smem.bound, {"nan": True}
         total += cute.arch.fmax(cute.arch.fmax(of[0], of[1], **nan), cute.arch.fmax(of[2], of[3], **nan), **nan)
@@ -83,8 +83,7 @@ def leave_largest_decay(x: cutlass.Constexpr, kept: F32, b: cute.Tensor, size: c
         for i in cutlass.range_constexpr(2):
             eigenvalue = F32(1.0) - b[i] * size[i] * (inverse[i] * inverse[i])
             bound += log2(cute.arch.fmax(F32(1.0), cute.math.absf(eigenvalue), nan=True))
-        for off in (4, 8, 16):
-            bound += cute.arch.shuffle_sync_bfly(bound, offset=off)
+        bound = sum_over(COLUMN, bound)
         if x.lane == 0:
             smem.bound[x.block_row] = bound + smem.sums[x.block_row, 0]
     else:

@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cula.ops.cute.common.gate import exp2, to_log2
+from cula.ops.cute.common.lanes import WARP, sum_over
 from cula.ops.cute.common.tiles import F32, I32
 
 REACH = 150.0  # 2^-150 is zero in fp32
@@ -196,9 +197,7 @@ def locate(work: cutlass.Constexpr, index: I32):
             for n in cutlass.range(cute.arch.lane_idx(), num_seqs, 32, unroll=1):
                 if mCu[n] // segment + n <= s:
                     count += 1
-            for step in cutlass.range_constexpr(5):
-                count += cute.arch.shuffle_sync_bfly(count, 1 << step)
-            seq = count - 1
+            seq = sum_over(WARP, count) - 1
         begin = mCu[seq]
         size = mCu[seq + 1] - begin
         if segment > 0:

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from cula.ops.cute.common.lanes import WARP, sum_over
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address
 from cula.ops.cute.kda_abi import Kept
 from cula.ops.cute.states_abi import StateKind
@@ -138,8 +139,7 @@ def first_kept(kept: cutlass.Constexpr, mCu: cute.Tensor, seq: I32, length: I32,
         else:
             for n in cutlass.range(cute.arch.lane_idx(), seq, 32, unroll=1):
                 row += (mCu[n + 1] - mCu[n] + more) // span
-            for step in cutlass.range_constexpr(5):
-                row += cute.arch.shuffle_sync_bfly(row, 1 << step)
+            row = sum_over(WARP, row)
         if kept.mode == Kept.STARTS:
             following, row = start, row + start
         else:

@@ -39,3 +39,16 @@ def find_sequence(number: I32, span: I32, cu: cute.Tensor, length: I32, halvings
 def first_chunk(seq: I32, begin: I32, length: I32):
     """The number of a sequence's first chunk."""
     return seq * ((length + 63) // 64) if length > 0 else begin // 64 + seq
+
+
+@cute.jit
+def chunk_of_block(cu: cute.Tensor, length: I32, halvings: I32):
+    """Of a grid with a block for each (head, number of a chunk): (head, number, first token of the sequence, first token of the
+    chunk in it, tokens of the sequence). A number that no chunk has begins where there are no tokens."""
+    head, chunk, seq = cute.arch.block_idx()
+    _, spans, _ = cute.arch.grid_dim()
+    number, begin, tokens = seq * spans + chunk, seq * length, length
+    if length == 0:  # packed: the grid has one row of numbers for all sequences
+        _, first, begin, tokens = find_sequence(number, 64, cu, length, halvings)
+        chunk = number - first
+    return head, number, begin, chunk * 64, tokens

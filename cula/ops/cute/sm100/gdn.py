@@ -71,6 +71,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, operands
+from cula.ops.cute.common.registers import set_registers
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -171,7 +172,7 @@ def gdn_kernel(
     ours = items._replace(first=block)  # their step is an argument, not the size of the grid: that takes no register
     x = Block(tma, mO, gates, states, scalars, ours, mmas, storage, bars, tmem, dtype)
     if warpgroup_id == 0:
-        cute.arch.setmaxregister_decrease(ISSUE_REGISTERS)
+        set_registers(ISSUE_REGISTERS, LAUNCH_REGISTERS)
         if warp_id == 0:
             load_keys(x)
         elif warp_id == 1:
@@ -181,27 +182,19 @@ def gdn_kernel(
         else:
             load_values(x)
     elif warpgroup_id == 1:
-        cute.arch.setmaxregister_increase(ROW_REGISTERS)
+        set_registers(ROW_REGISTERS, LAUNCH_REGISTERS)
         rows_role(x, thread)
     elif warpgroup_id == 2:
-        set_registers(OUTPUT_REGISTERS)
+        set_registers(OUTPUT_REGISTERS, LAUNCH_REGISTERS)
         output_role(x, thread)
     else:
-        set_registers(PREPARE_REGISTERS)
+        set_registers(PREPARE_REGISTERS, LAUNCH_REGISTERS)
         prepare_role(x, thread, warpgroup_id - 3)
     before_sync()
     cute.arch.sync_threads()
     after_sync()
     if warp_id == 0:
         cute.arch.dealloc_tmem(tmem, COLUMNS)
-
-
-def set_registers(n: int) -> None:
-    """From what a launch gives each thread."""
-    if n > LAUNCH_REGISTERS:
-        cute.arch.setmaxregister_increase(n)
-    elif n < LAUNCH_REGISTERS:
-        cute.arch.setmaxregister_decrease(n)
 
 
 @cute.jit

@@ -43,16 +43,17 @@ from cutlass.pipeline import NamedBarrier
 from cula.ops.cute.common.fragments import store_rows
 from cula.ops.cute.common.inverse import inverse_pair
 from cula.ops.cute.common.kda_intra import (
+    LOAD_WARP,
     GateInputs,
     IntraResults,
     IntraScalars,
     IntraTma,
     Place,
-    chunk_of_block,
-    clear_past_end,
+    clear_done,
+    finish_loads,
     head_of,
-    load_tiles,
     read_ahead,
+    start_loads,
     store_tile,
     write_strengths,
 )
@@ -74,12 +75,13 @@ from cula.ops.cute.common.kda_intra_steps import (
     sums_of,
 )
 from cula.ops.cute.common.tiles import I32, tile_layout
-from cula.ops.cute.kda_abi import BETA, BOUND, TILE_BYTES
+from cula.ops.cute.common.varlen_index import chunk_of_block
+from cula.ops.cute.kda_abi import BETA, BOUND
 
 from .kda_intra_scores import COLUMNS, key_tile, multiply_scores, multiply_squares, read_scores, read_squares, scores_of
 from .tmem import after_sync, before_sync, commit, pointer_at, stored
 
-LOAD_WARP, ALLOCATING_WARP, STORE_WARP, MMA_WARP = 0, 1, 5, 6  # none has inverses to compute
+ALLOCATING_WARP, STORE_WARP, MMA_WARP = 1, 5, 6  # neither these nor the one that loads have inverses to compute
 INVERTING = 3  # the block of rows whose warps do: it leaves no keys in the first pass
 DIAGONAL = 1  # a named barrier: A's diagonal blocks are whole; the warps of the keys, and the last of the queries
 
@@ -129,7 +131,8 @@ def intra_kernel(
     """A block for each (value head, number of a chunk). T and P are written as whole squares."""
     assert has_whole_squares
     cute.arch.griddepcontrol_wait()  # for the kernel before, whichever it is: this one may be launched before it has ended
-    hv, number, begin, start, tokens = chunk_of_block(results, mCu, length, halvings)
+    hv, number, begin, start, tokens = chunk_of_block(mCu, length, halvings)
+    clear_done(results, hv, number)
     if start < tokens:
         place = Place(hv, head_of(hv, group), number, begin + start, tokens - start)
         intra_chunk(tma, gates, results, scalars, mmas, lt, variant, place)
@@ -154,37 +157,6 @@ def set_up(storage: cutlass.Constexpr, wid: I32):
     # to one that still has to get some.
     cute.arch.griddepcontrol_launch_dependents()
     return storage.tmem[0]
-
-
-@cute.jit
-def load(x: cutlass.Constexpr, tma: cutlass.Constexpr, place: cutlass.Constexpr, wid: I32):
-    """g on its way; k and q when it has come, so that they pass while gates are summed and not all blocks' tiles come at once."""
-    smem, has_gate_tile = x.smem, x.variant.has_gate_tile
-    loads = [(tma.k, smem.k, place.h, Full.KQ), (tma.q, smem.q, place.h, Full.KQ)]
-    if cutlass.const_expr(has_gate_tile):
-        loads = [(tma.g, smem.g, place.hv, Full.G), *loads]
-    if wid == LOAD_WARP:
-        with cute.arch.elect_one():
-            if cutlass.const_expr(has_gate_tile):
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.G, TILE_BYTES)
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + Full.KQ, 2 * TILE_BYTES)
-        load_tiles(loads[:1] if cutlass.const_expr(has_gate_tile) else loads, place.t0, smem.full)
-    return loads
-
-
-@cute.jit
-def finish_loads(x: cutlass.Constexpr, loads: cutlass.Constexpr, place: cutlass.Constexpr, thread: I32, wid: I32):
-    """g has come, and rows past the end are clear."""
-    smem = x.smem
-    if cutlass.const_expr(x.variant.has_gate_tile):
-        cute.arch.mbarrier_wait(smem.full + Full.G, 0)
-        if wid == LOAD_WARP:
-            load_tiles(loads[1:], place.t0, smem.full)
-    if place.left < 64:
-        cute.arch.mbarrier_wait(smem.full + Full.KQ, 0)
-        clear_past_end(loads, thread, place.left)
-        cute.arch.fence_proxy("async.shared", space="cta")  # tcgen05 reads k and q as they lie
-    cute.arch.sync_threads()  # the bias is there, too
 
 
 @cute.jit
@@ -213,10 +185,10 @@ def intra_chunk(
     x = Chunk(smem, variant, mmas, side, block_row, lane, r, c, left)
     x = x._replace(scores=scores_of(x, tmem), has_pairs=True)
 
-    loads = load(x, tma, place, wid)
+    loads = start_loads(x, tma, place, wid)
     raw_b, raw_g, A_log, slope = read_ahead(x, gates, scalars.beta_bits, tid, hv, t0)  # nobody waits for them yet
     until, after = sums_of(variant, r, c)
-    finish_loads(x, loads, place, tid, wid)
+    finish_loads(x, loads, place, tid, wid, are_operands=True)
 
     # -- decays, norms, write strengths
     L, rest = sum_gates(x, raw_g, A_log, slope, scalars.lower, until, after)

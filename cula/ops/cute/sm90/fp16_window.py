@@ -11,6 +11,7 @@ import cutlass.cute as cute
 
 from cula.ops.cute.common.fp16_window import inverse_of, is_outside, move_inside
 from cula.ops.cute.common.fragments import widen
+from cula.ops.cute.common.lanes import ROW, largest_over
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, rows_and_columns
 
 SAFELY_LOW, SAFELY_HIGH = 2.0**-13, 2.0**13  # of sums of squares: a row between them is not far outside the window, if at all
@@ -43,9 +44,7 @@ def largest(S: cute.Tensor, top: cute.Tensor):
 @cute.jit
 def over_row(x: F32):
     """The largest of the four lanes that hold a row."""
-    for off in (1, 2):
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=off))
-    return x
+    return largest_over(ROW, x)
 
 
 @cute.jit

@@ -51,6 +51,7 @@ from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.arguments import variant_of, vector_of
 from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, operands
+from cula.ops.cute.common.registers import set_registers
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -146,27 +147,19 @@ def gdn_kernel(
         ours = items._replace(rank=block & 1)
         cluster = block >> 1
         plan = plan_piece(ours, gates, scalars, smem.warm_ups, cluster % items.total, cluster // items.total, variant)
-    registers = cutlass.const_expr(REGISTERS[parts])
+    of_state, of_output, of_preparing = cutlass.const_expr(REGISTERS[parts])
     if role < parts:
-        cute.arch.setmaxregister_increase(registers[0])
+        set_registers(of_state, LAUNCH_REGISTERS)
         state_role(tma.v, states, scalars, ours, plan, mmas, smem, bars, role, variant)
     elif role == parts:
-        set_registers(registers[1])
+        set_registers(of_output, LAUNCH_REGISTERS)
         output_role(tma, mO, scalars.scale, ours, plan, mmas, smem, bars, variant)
     else:
-        cute.arch.setmaxregister_decrease(registers[2])
+        set_registers(of_preparing, LAUNCH_REGISTERS)
         prepare_role(tma.k, gates, scalars, ours, plan, mmas, smem, bars, role - parts - 1, variant)
     if cutlass.const_expr(parts == 1):
         cute.arch.cluster_arrive()  # the partner may still send
         cute.arch.cluster_wait()
-
-
-def set_registers(n: int) -> None:
-    """From what a launch gives each thread."""
-    if n > LAUNCH_REGISTERS:
-        cute.arch.setmaxregister_increase(n)
-    elif n < LAUNCH_REGISTERS:
-        cute.arch.setmaxregister_decrease(n)
 
 
 @cute.kernel

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,8 +32,7 @@ from cula.ops.cute.common.kda_intra import IntraScalars
 from cula.ops.cute.common.kda_variant import KdaVariant
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load
 from cula.ops.cute.gdn_bwd_abi import SHARES
-from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
-from cula.ops.cute.kda_bwd_abi import FACTORS, Makes
+from cula.ops.cute.kda_bwd_abi import Makes
 from cula.ops.cute.toolchain.variants import Variant
 
 from .gdn_bwd_chunk import THREADS, ChunkMemory, ChunkScalars, ChunkTma, chunk_kernel, chunk_mmas
@@ -42,72 +41,31 @@ from .gdn_bwd_shares import Sums, shares_kernel
 from .kda_bwd import (
     Counts,
     Gradients,
-    alignment_of,
+    Work,
     end_states,
     gradients_of,
     launch_intra,
     launch_transitions,
     launch_walks,
+    rows_by_head,
+    section_at,
     sections,
-    transitions_at,
     walk_sizes,
+    work_at,
 )
 
 
-class Work(NamedTuple):
-    """The workspace between the kernels. A record is a chunk's of one value head."""
-
-    tiles: Any  # [192 records, 128]: kb, qg, kr
-    T: Any  # [128 records, 32], by quarters, transposed
-    P: Any  # the same
-    vec: Any  # [chunks, HV, VEC]
-    all_vecs: Any  # the same as [records, VEC]
-    done: Any  # [1]
-    M: Any  # [segments HV, 128, 128]
-    all_m: Any  # the same as [128 segments HV, 128]
-    ends: Any  # [3, segments HV, 128, 128]
-    S: Any  # [128 records, 128]
-    U: Any  # [64 records, 128]
-    dS: Any
-    dX: Any
-    factors: Any  # [records, FACTORS]
-    shares: Any  # [chunks, HV, SHARES]
+def shares_at(at: dict[str, Any], chunks: Any, HV: Any) -> Any:
+    """What chunks leave of the gradients of dt_bias and A_log, [chunks, HV, SHARES]."""
+    return section_at(at, "shares", F32, cute.make_layout((chunks, HV, SHARES), stride=(HV * SHARES, SHARES, 1)))
 
 
-def work_at(at: dict[str, Any], chunks: Any, transitions: Any, HV: Any) -> Work:
-    """The tensors of the workspace, where its sections lie."""
-    records = chunks * HV
-
-    def part(name: str, t: Any, layout: Any) -> Any:
-        return cute.make_tensor(at_address(t, at[name], alignment_of(name)), layout)
-
-    def rows(name: str, t: Any, count: int, columns: int) -> Any:
-        return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
-
-    squares = {name: rows(name, F16, SQUARE_BYTES // 64, 32) for name in ("T", "P")}
-    states = {name: rows(name, F16, STATE // 128, 128) for name in ("S", "dS")}
-    tokens = {name: rows(name, F16, 64, 128) for name in ("U", "dX")}
-    return Work(
-        tiles=rows("tiles", F16, 192, 128),
-        vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
-        all_vecs=rows("vec", F32, 1, VEC),
-        done=part("done", I32, cute.make_layout(1)),
-        factors=rows("factors", F32, 1, FACTORS),
-        shares=part("shares", F32, cute.make_layout((chunks, HV, SHARES), stride=(HV * SHARES, SHARES, 1))),
-        **transitions_at(part, transitions),
-        **squares,
-        **states,
-        **tokens,
-    )
-
-
-def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
+def chunk_memory(work: Work, shares: Any, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g_type: Any) -> ChunkMemory:
     """What threads of the last kernel read and write."""
     align = gdn_bwd_abi.BACKWARD.alignment
 
     def of_heads(name: str, address: Any, heads: Any) -> Any:
-        layout = cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
-        return cute.make_tensor(at_address(BF16, address, align[name]), layout)
+        return cute.make_tensor(at_address(BF16, address, align[name]), rows_by_head(T, heads))
 
     by_token = cute.make_layout((T, HV), stride=(Int64(HV), 1))
     return ChunkMemory(
@@ -124,7 +82,7 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, g
         mDg=cute.make_tensor(at_address(g_type, made.dg, g_type.width // 8), by_token),
         mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
         mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
-        mShares=work.shares,
+        mShares=shares,
     )
 
 
@@ -162,6 +120,7 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     counts = Counts(records=Int64(x.chunks * x.HV), has_tiles=0, shared=0, transitions=Int64(transitions))
     at = sections(gdn_bwd_abi.WORKSPACE, x.workspace, counts, (x.home_of_T, x.home_of_P), made)
     work, grid = work_at(at, x.chunks, transitions, x.HV), grid_of_chunks(x)
+    shares = shares_at(at, x.chunks, x.HV)
     of_intra = IntraScalars(x.scale, F32(0.0), x.beta_top, x.beta_bits)
     launch_intra(work, of, of_intra, x.length, x.halvings, group, grid, stream, variant)
     ends = end_states((x.h0, x.dht, x.dh0, x.dh0, x.dh0), x.N, x.HV)  # nobody asks for transitions of whole sequences here
@@ -169,14 +128,14 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     if x.has_transitions == 1:
         launch_transitions(work, of, ends, sizes, x.N, x.segments, stream)
     launch_walks(work, of, ends, sizes, x.segments, stream, True)
-    memory = chunk_memory(work, of, made, x.T, x.H, x.HV, variant.g_type)
+    memory = chunk_memory(work, shares, of, made, x.T, x.H, x.HV, variant.g_type)
     scalars = ChunkScalars(x.scale, x.beta_top, x.beta_bits, x.length, x.halvings, group)
     launch_chunks(work, of, memory, scalars, (x.H, *grid[1:]), stream, variant)
     if cutlass.const_expr(variant.is_raw):
         align = gdn_bwd_abi.BACKWARD.alignment
         places = (("dA_log", x.dA_log), ("ddt_bias", x.ddt_bias))
         mDa, mDbias = [cute.make_tensor(at_address(F32, at, align[name]), cute.make_layout(x.HV)) for name, at in places]
-        shares_kernel(Sums(work.shares, mDa, mDbias, x.has_A, x.has_bias)).launch(
+        shares_kernel(Sums(shares, mDa, mDbias, x.has_A, x.has_bias)).launch(
             grid=(x.HV, 1, 1), block=(SHARES_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 

@@ -50,6 +50,7 @@ from cula.ops.cute.common.fragments import flat, shared_at
 from cula.ops.cute.common.gate import exp2, inverse_norm, sigmoid, to_log2
 from cula.ops.cute.common.gdn_vectors import GONE, scan, softplus2
 from cula.ops.cute.common.kda_intra import load_tiles
+from cula.ops.cute.common.lanes import COLUMN, HALF_WARP, ROW, WARP, sum_over, sums_over
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -64,7 +65,7 @@ from cula.ops.cute.common.tiles import (
     tile_at,
     tile_layout,
 )
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS, SHARES
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S
@@ -283,14 +284,8 @@ class Sums(NamedTuple):
 def chunk_kernel(tma: ChunkTma, memory: ChunkMemory, scalars: ChunkScalars, mmas: Mmas, variant: cutlass.Constexpr):
     """A block for each (key head, number of a chunk)."""
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one may be launched before it has ended
-    h, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    length = scalars.length
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, memory.mCu, length, scalars.halvings)
-        chunk = number - first
-    start, tid = chunk * 64, cute.arch.thread_idx()[0]
+    h, number, begin, start, tokens = chunk_of_block(memory.mCu, scalars.length, scalars.halvings)
+    tid = cute.arch.thread_idx()[0]
     if start < tokens:
         wid, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         me = Thread(tid, wid, lane, wid >> 2, 16 * (wid & 3) + (lane >> 2), lane & 3)
@@ -412,13 +407,6 @@ def prefetch_later(x: cutlass.Constexpr):
 
 
 @cute.jit
-def sum_of_row(x: F32):
-    for off in (1, 2, 4, 8):
-        x += cute.arch.shuffle_sync_bfly(x, offset=off)
-    return x
-
-
-@cute.jit
 def make_operands(x: cutlass.Constexpr):
     """Keys and queries normalised and rounded to fp16, in place, with their inverse norms; zeros past the end."""
     tid, smem = x.me.tid, x.smem
@@ -430,7 +418,7 @@ def make_operands(x: cutlass.Constexpr):
                 n.fill(0.0)
             for e in cutlass.range_constexpr(8):
                 square += n[e] * n[e]
-            inverse = inverse_norm(sum_of_row(square))
+            inverse = inverse_norm(sum_over(HALF_WARP, square))
             for e in cutlass.range_constexpr(8):
                 n[e] = n[e] * inverse
             write_piece(n, smem.kq[None, None, side], row, tid)
@@ -474,7 +462,7 @@ def store_dv(x: cutlass.Constexpr, j: I32, values: cute.Tensor, back: F32):
             dx[e] = -back * dx[e]
             dot += dx[e] * v[e]
             dx[e] = b * dx[e]
-        dot = sum_of_row(dot)
+        dot = sum_over(HALF_WARP, dot)
         if tid % 16 == 0:
             smem.strengths[row] = dot
         if row < left:
@@ -558,9 +546,7 @@ def add_square(x: cutlass.Constexpr, j: I32, square: cute.Tensor, sums: cutlass.
     for i in cutlass.range_constexpr(2):
         weighted[i] = by[i] * rows[i]
     for at in cutlass.range_constexpr(16):
-        total = columns[at]
-        for off in (4, 8, 16):
-            total += cute.arch.shuffle_sync_bfly(total, offset=off)
+        total = sum_over(COLUMN, columns[at])
         if me.lane < 4:
             smem.columns[8 * (at // 2) + 2 * me.c + at % 2, me.wid] = total
     return rows, weighted
@@ -579,7 +565,7 @@ def normed(x: cutlass.Constexpr, side: cutlass.Constexpr):
 
 @cute.jit
 def scale_and_dot(x: cutlass.Constexpr, acc: cute.Tensor, to: cute.Tensor, n: cute.Tensor, by: cute.Tensor):
-    """to += by acc; returns the dots of rows of acc and n [2], over our channels, by which they are not yet multiplied."""
+    """to += by acc, row by row; returns the dots of our rows of n and of acc [2], over our channels, without `by`."""
     dots = cute.make_rmem_tensor((2,), F32)
     dots.fill(0.0)
     for e in cutlass.range_constexpr(32):
@@ -602,8 +588,7 @@ def dot_states(x: cutlass.Constexpr):
             two.append(wide)
         for e in cutlass.range_constexpr(8):
             total += two[0][e] * two[1][e]
-    for off in (1, 2, 4, 8, 16):
-        total += cute.arch.shuffle_sync_bfly(total, offset=off)
+    total = sum_over(WARP, total)
     if x.me.lane == 0:
         warps[x.me.wid] = total
 
@@ -654,14 +639,10 @@ def one_head(x: cutlass.Constexpr, sums: cutlass.Constexpr, j: I32, factor_d: F3
         read, kept = back * vectors[t, Vector.SINCE] * of_k[i], by_c[i] * of_c[i]
         w = part[i] + by_q[i] * of_q[i] + strengths[i] * read - kept
         beta = read + (back * rows[i] if me.wg == 1 else F32(0.0))
-        for off in (1, 2):
-            w += cute.arch.shuffle_sync_bfly(w, offset=off)
-            beta += cute.arch.shuffle_sync_bfly(beta, offset=off)
-            kept += cute.arch.shuffle_sync_bfly(kept, offset=off)
+        sums_of_row = sums_over(ROW, w, beta, kept)
         if me.c == 0:
-            smem.parts[t, me.wg, Part.W] = w
-            smem.parts[t, me.wg, Part.BETA] = beta
-            smem.parts[t, me.wg, Part.BEHIND] = kept
+            for which in Part:
+                smem.parts[t, me.wg, which] = sums_of_row[which]
     cute.arch.fence_proxy("async.shared", space="cta")  # what comes next into these places comes by TMA
     cute.arch.sync_threads()
 
@@ -678,8 +659,7 @@ def finish_head(x: cutlass.Constexpr, j: I32, back: F32):
         for n in cutlass.range_constexpr(8):
             w[i] = w[i] - smem.columns[t, n]
         store_dbeta(x, j, t, smem.strengths[t] + smem.parts[t, 0, Part.BETA] + smem.parts[t, 1, Part.BETA])
-    for off in (1, 2, 4, 8, 16):
-        behind += cute.arch.shuffle_sync_bfly(behind, offset=off)
+    behind = sum_over(WARP, behind)
     through = smem.warps[0]
     for n in cutlass.range_constexpr(1, 8):
         through += smem.warps[n]
@@ -718,9 +698,7 @@ def store_dg(x: cutlass.Constexpr, j: I32, dg: cute.Tensor):
                 of_a += dg[i] * (vectors[t, Vector.DECAY] * F32(1.0 / LOG2_E))
             memory.mDg[x.place.t0 + t, hv] = d.to(x.variant.g_type)
     if cutlass.const_expr(x.variant.is_raw):
-        for off in (1, 2, 4, 8, 16):
-            of_bias += cute.arch.shuffle_sync_bfly(of_bias, offset=off)
-            of_a += cute.arch.shuffle_sync_bfly(of_a, offset=off)
+        of_bias, of_a = sums_over(WARP, of_bias, of_a)
         if x.me.lane == 0:
             memory.mShares[x.place.number, hv, OF_BIAS] = of_bias
             memory.mShares[x.place.number, hv, OF_A] = of_a
@@ -787,9 +765,7 @@ def through_norms(x: cutlass.Constexpr, dk: cute.Tensor, dq: cute.Tensor):
         for e in cutlass.range_constexpr(32):
             dots[e // 2 % 2] = dots[e // 2 % 2] + n[e].to(F32) * d[e]
         for i in cutlass.range_constexpr(2):
-            total = dots[i]
-            for off in (1, 2):
-                total += cute.arch.shuffle_sync_bfly(total, offset=off)
+            total = sum_over(ROW, dots[i])
             if me.c == 0:
                 smem.dots[me.row + 8 * i, me.wg, side] = total
     cute.arch.sync_threads()

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.lanes import WARP, sum_over
 from cula.ops.cute.common.tiles import F32
 from cula.ops.cute.gdn_bwd_abi import OF_A, OF_BIAS
 
@@ -35,8 +36,7 @@ def shares_kernel(of: Sums):
     total, half = F32(0.0), THREADS // 2
     for n in cutlass.range(tid % half, of.mShares.shape[0], half, unroll=4):
         total += of.mShares[n, hv, tid // half]
-    for off in (1, 2, 4, 8, 16):
-        total += cute.arch.shuffle_sync_bfly(total, offset=off)
+    total = sum_over(WARP, total)
     if tid % 32 == 0:
         parts[tid // 32] = total
     cute.arch.sync_threads()

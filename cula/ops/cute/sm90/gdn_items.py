@@ -18,9 +18,9 @@ class GdnVariant(NamedTuple):
         return 3 - self.parts
 
     @property
-    def early_factors(self) -> int:
-        """Of the four blocks of 16 columns of P, for how many there are registers for factors while the product runs."""
-        return 4 if self.parts == 1 else 0
+    def has_early_factors(self) -> bool:
+        """There are registers for the factors of P while the product runs that they are for."""
+        return self.parts == 1
 
     @property
     def name(self) -> str:

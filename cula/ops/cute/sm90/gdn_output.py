@@ -96,7 +96,7 @@ def output_of_head(
     n: I32,
     variant: cutlass.Constexpr,
 ):
-    """The chunks with output of a plan; n were before them, returns how many then."""
+    """o of the chunks of a plan that have output. The block has had n chunks before; returns how many it has had then."""
     thread, wid = cute.arch.thread_idx()[0] % 128, cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
     hv, end = plan.hv, plan.end
     of_warps = tile_at(smem.q, tile_layout(16, 64, 16), BF16)
@@ -186,7 +186,7 @@ def scores_of(
     # No branches, by which warps could skip blocks above the diagonal: the compiler would have them wait for the product.
     P, rP, last = rows_and_columns(acc), cute.make_rmem_tensor_like(acc, BF16), 16 * wid + r - 2 * c
     factors = cute.make_rmem_tensor((2, 16), F32)
-    if cutlass.const_expr(variant.early_factors == 0):
+    if cutlass.const_expr(not variant.has_early_factors):
         warpgroup.wait_group(0)
     for block in cutlass.range_constexpr(4):
         sums, b = [read_pairs(smem.vectors, of + 16 * block, of_vectors, c, 2) for of in (SUM, STRENGTH)]
@@ -196,9 +196,9 @@ def scores_of(
                 factor = exp2(of_row[i] - sums[j]) * weight
                 is_past = 16 * block + 8 * (j // 2) + j % 2 - 8 * i <= last
                 factors[i, 4 * block + j] = factor if is_past else F32(0.0)
-        if cutlass.const_expr(variant.early_factors == 0):
+        if cutlass.const_expr(not variant.has_early_factors):
             weigh(P, factors, acc, rP, block)
-    if cutlass.const_expr(variant.early_factors == 4):
+    if cutlass.const_expr(variant.has_early_factors):
         warpgroup.wait_group(0)
         for block in cutlass.range_constexpr(4):
             weigh(P, factors, acc, rP, block)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet on Hopper, the preparing role: all of a chunk that knows no state and no query. See `gdn.py`.
+"""Gated DeltaNet on Hopper, the preparing role: all of a chunk that depends neither on the state nor on queries. See `gdn.py`.
 
     G = cumsum of log2 decays     f = 2^G     r = 2^(G_C - G), summed from the end: no difference of large numbers     b
     A[t, i] = k_t . k_i 2^(G_t - G_i) b_i, i < t                  T = (I + A)^-1
@@ -84,10 +84,10 @@ def prepare_head(
     n0: I32,
     variant: cutlass.Constexpr,
 ):
-    """The chunks of a plan, before which there were n0, two at a time; returns how many there are then.
+    """The chunks of a plan, two at a time. The block has had n0 chunks before; returns how many it has had then.
 
-    Of one chunk, two warps would invert diagonal blocks while two wait, and then warp 0 would have the longest column of blocks
-    and warp 3 the shortest. Of two chunks each warp has as much of either.
+    With one chunk at a time two warps would invert diagonal blocks while two wait, and then warp 0 would have the longest column
+    of blocks and warp 3 the shortest. With two chunks each warp has as much to do as any other.
     """
     wid, lane, ours = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx(), everyone(0)
     of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
@@ -178,8 +178,8 @@ def take_keys(
     lane: I32,
     variant: cutlass.Constexpr,
 ):
-    """Keys of the block's n-th chunk, which has so many tokens left, are there, and its vectors have been written: both are made
-    what products and other roles read."""
+    """Wait for keys and vectors of the block's n-th chunk, which has so many tokens left, and make them what products and other
+    roles read: rows past the end are cleared, and norms join the factors."""
     cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
     tile = smem.k[None, None, n & 3]
     clear_rows(tile, wid, lane, left)
@@ -218,7 +218,7 @@ def join_norm(smem: cutlass.Constexpr, n: I32, row: I32, square: F32, c: I32):
 
 
 def everyone(which: Any) -> NamedBarrier:
-    """Of a warpgroup that prepares."""
+    """The barrier of all threads of a warpgroup that prepares."""
     return NamedBarrier(barrier_id=Barrier.PREPARE + which, num_threads=128)
 
 
@@ -309,8 +309,8 @@ def share_head(
     which: I32,
     variant: cutlass.Constexpr,
 ):
-    """A warpgroup's part of a plan's chunks: of every four keys and vectors of two neighbours, and T of the second of them, for
-    both blocks.
+    """A warpgroup's part of a plan's chunks: of every four, keys and vectors of two neighbours, and for both blocks T of the
+    second of these two.
 
     T of chunk n is made by block n % 2. With u = n in the odd block and n + 1 in the even one, the warpgroup has the pairs
     (u, u + 1) of every other even u, and T where u is odd: behind T there is time for vectors, and then chunk n - 4 is done.

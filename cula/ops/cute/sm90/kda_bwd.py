@@ -19,6 +19,7 @@ describes the arguments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ from .kda_recurrence_steps import STAGES, recurrence_mmas
 
 
 class Work(NamedTuple):
-    """The workspace between the kernels. A record is a chunk's of one head."""
+    """The workspace up to what the recurrences leave, for KDA and Gated DeltaNet. A record is a chunk's of one value head."""
 
     tiles: Any  # [192 records, 128]: kb, qg, kr
     T: Any  # [128 records, 32], by quarters, transposed; in a `Home`
@@ -69,7 +70,12 @@ class Work(NamedTuple):
     dS: Any
     dX: Any
     factors: Any  # [records, FACTORS]
-    shares: Any  # [chunks, HV, 2, 128]
+
+
+class Shares(NamedTuple):
+    """The rest of KDA's, which the kernel of chunks leaves."""
+
+    of_gates: Any  # [chunks, HV, 2, 128]
     parts: Any  # [records, PARTS, 64]
     dq: Any  # [T, 128, HV], float32
     dk: Any
@@ -78,16 +84,6 @@ class Work(NamedTuple):
 def rows_by_head(T: Any, heads: Any) -> Any:
     """The layout of a contiguous [T, heads, 128] as [T, 128, heads]."""
     return cute.make_layout((T, 128, heads), stride=(cute.assume(Int64(heads) * 128, divby=128), 1, 128))
-
-
-def transitions_at(part: Any, transitions: Any) -> dict[str, Any]:
-    """Tensors of the workspace that segments have, by name."""
-    of_kind = cute.assume(Int64(transitions) * STATE, divby=STATE)
-    return {
-        "M": part("M", F16, cute.make_layout((transitions, 128, 128), stride=(STATE, 128, 1))),
-        "all_m": part("M", F16, cute.make_layout((transitions * 128, 128), stride=(128, 1))),
-        "ends": part("ends", F32, cute.make_layout((3, transitions, 128, 128), stride=(of_kind, STATE, 128, 1))),
-    }
 
 
 class Gradients(NamedTuple):
@@ -145,12 +141,15 @@ def alignment_of(name: str) -> int:
     return TMA_BYTES if name in ("T", "P") else kda_bwd_abi.BACKWARD.alignment["workspace"]
 
 
-def work_at(at: dict[str, Any], chunks: Any, transitions: Any, T: Any, HV: Any) -> Work:
-    """The tensors of the workspace, where its sections lie."""
-    records = chunks * HV
+def section_at(at: dict[str, Any], name: str, t: Any, layout: Any) -> Any:
+    """A section of the workspace as a tensor, where it lies."""
+    return cute.make_tensor(at_address(t, at[name], alignment_of(name)), layout)
 
-    def part(name: str, t: Any, layout: Any) -> Any:
-        return cute.make_tensor(at_address(t, at[name], alignment_of(name)), layout)
+
+def work_at(at: dict[str, Any], chunks: Any, transitions: Any, HV: Any) -> Work:
+    """The tensors of the workspace, where its sections lie."""
+    records, of_kind = chunks * HV, cute.assume(Int64(transitions) * STATE, divby=STATE)
+    part = functools.partial(section_at, at)
 
     def rows(name: str, t: Any, count: int, columns: int) -> Any:
         return part(name, t, cute.make_layout((records * count, columns), stride=(columns, 1)))
@@ -162,14 +161,22 @@ def work_at(at: dict[str, Any], chunks: Any, transitions: Any, T: Any, HV: Any) 
         vec=part("vec", F32, cute.make_layout((chunks, HV, VEC), stride=(HV * VEC, VEC, 1))),
         all_vecs=rows("vec", F32, 1, VEC),
         done=part("done", I32, cute.make_layout(1)),
-        **transitions_at(part, transitions),
+        M=part("M", F16, cute.make_layout((transitions, 128, 128), stride=(STATE, 128, 1))),
+        all_m=part("M", F16, cute.make_layout((transitions * 128, 128), stride=(128, 1))),
+        ends=part("ends", F32, cute.make_layout((3, transitions, 128, 128), stride=(of_kind, STATE, 128, 1))),
         S=rows("S", F16, STATE // 128, 128),
         U=rows("U", F16, 64, 128),
         dS=rows("dS", F16, STATE // 128, 128),
         dX=rows("dX", F16, 64, 128),
         factors=rows("factors", F32, 1, FACTORS),
-        shares=part("shares", F32, cute.make_layout((chunks, HV, 2, 128), stride=(HV * SHARES, SHARES, 128, 1))),
-        parts=part("parts", F32, cute.make_layout((records, PARTS, 64), stride=(PARTS * 64, 64, 1))),
+    )
+
+
+def shares_at(at: dict[str, Any], chunks: Any, T: Any, HV: Any) -> Shares:
+    part = functools.partial(section_at, at)
+    return Shares(
+        of_gates=part("shares", F32, cute.make_layout((chunks, HV, 2, 128), stride=(HV * SHARES, SHARES, 128, 1))),
+        parts=part("parts", F32, cute.make_layout((chunks * HV, PARTS, 64), stride=(PARTS * 64, 64, 1))),
         dq=part("dq", F32, rows_by_head(T, HV)),
         dk=part("dk", F32, rows_by_head(T, HV)),
     )
@@ -296,7 +303,9 @@ def gates_by_head(x: Any, variant: KdaVariant) -> Any:
     return cute.make_tensor(x.gates.mGate.iterator, cute.make_layout((T, 128, HV), stride=(of_token, 0, of_head)))
 
 
-def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, variant: KdaVariant) -> ChunkMemory:
+def chunk_memory(
+    work: Work, shares: Shares, x: Any, made: Gradients, T: Any, H: Any, HV: Any, variant: KdaVariant
+) -> ChunkMemory:
     """What threads of the last kernel read and write."""
     align, g_type = kda_bwd_abi.BACKWARD.alignment, variant.g_type
 
@@ -319,14 +328,14 @@ def chunk_memory(work: Work, x: Any, made: Gradients, T: Any, H: Any, HV: Any, v
         mGate=gates_by_head(x, variant),
         mDq=of_heads("dq", BF16, made.dq, H),
         mDk=of_heads("dk", BF16, made.dk, H),
-        mShareQ=work.dq,
-        mShareK=work.dk,
+        mShareQ=shares.dq,
+        mShareK=shares.dk,
         mDv=of_heads("dv", BF16, made.dv, HV),
         mDg=mDg,
         mDbeta=cute.make_tensor(at_address(F32, made.dbeta, 4), by_token),
         mDbeta16=cute.make_tensor(at_address(BF16, made.dbeta, align["dbeta"]), by_token),
-        mShares=work.shares,
-        mParts=work.parts,
+        mShares=shares.of_gates,
+        mParts=shares.parts,
     )
 
 
@@ -380,7 +389,8 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
     at = sections(kda_bwd_abi.WORKSPACE, x.workspace, counts, (x.home_of_T, x.home_of_P), made)
     kept = kda_abi.TILES.offsets(records=records)
     at = at | {s.name: either(x.has_tiles, x.tiles + kept[s.name], at[s.name]) for s in kda_abi.TILES.sections}
-    work, grid = work_at(at, x.chunks, transitions, x.T, x.HV), grid_of_chunks(x)
+    work, shares = work_at(at, x.chunks, transitions, x.HV), shares_at(at, x.chunks, x.T, x.HV)
+    grid = grid_of_chunks(x)
     scalars = IntraScalars(x.scale, x.lower, x.beta_top, x.beta_bits)
     if x.has_tiles == 0:
         launch_intra(work, of, scalars, x.length, x.halvings, x.HV // x.H, grid, stream, variant)
@@ -389,15 +399,15 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
         launch_transitions(work, of, ends, sizes, x.N, x.segments, stream)
     if x.makes == Makes.GRADIENTS:
         launch_walks(work, of, ends, sizes, x.segments, stream, True)
-        memory = chunk_memory(work, of, made, x.T, x.H, x.HV, variant)
+        memory = chunk_memory(work, shares, of, made, x.T, x.H, x.HV, variant)
         of_chunks = ChunkScalars(x.scale, x.lower, x.beta_top, x.beta_bits, x.length, x.halvings, x.HV // x.H)
         launch_chunks(work, of, memory, of_chunks, grid, stream, variant)
         align = kda_bwd_abi.BACKWARD.alignment
         mDa = cute.make_tensor(at_address(F32, x.dA_log, align["dA_log"]), cute.make_layout(x.HV))
         of_bias = cute.make_layout((x.HV, 128), stride=(1, 0) if variant.is_scalar else (128, 1))
         mDbias = cute.make_tensor(at_address(F32, x.ddt_bias, align["ddt_bias"]), of_bias)
-        keys = KeySums(work.dq, work.dk, memory.mDq, memory.mDk)
-        launch_shares(GateSums(work.shares, mDa, mDbias, x.has_A, x.has_bias), keys, x.T, x.H, x.HV, stream, variant)
+        keys = KeySums(shares.dq, shares.dk, memory.mDq, memory.mDk)
+        launch_shares(GateSums(shares.of_gates, mDa, mDbias, x.has_A, x.has_bias), keys, x.T, x.H, x.HV, stream, variant)
 
 
 def variants() -> Iterator[Variant]:

@@ -57,6 +57,7 @@ from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gate import bounded_unit, slope_of, softplus_unit
 from cula.ops.cute.common.kda_intra import clear_past_end, load_tiles
 from cula.ops.cute.common.kda_intra_steps import KEYS, QUERIES, Chunk, IntraMmas, norms
+from cula.ops.cute.common.lanes import HALF_WARP, ROW, WARP, largest_over, sum_over
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -72,7 +73,7 @@ from cula.ops.cute.common.tiles import (
     tile_layout,
     tma_split,
 )
-from cula.ops.cute.common.varlen_index import find_sequence
+from cula.ops.cute.common.varlen_index import chunk_of_block
 from cula.ops.cute.kda_abi import BETA, STATE, TILE_BYTES
 from cula.ops.cute.kda_bwd_abi import FACTOR_OF_DS, FACTOR_OF_S, OF_STRENGTHS, OF_V
 from cula.ops.cute.sm90.kda_bwd_chunk_steps import (
@@ -243,14 +244,8 @@ def chunk_kernel(
 ):
     """A block for each (value head, number of a chunk)."""
     cute.arch.griddepcontrol_wait()  # for the kernel before: this one may be launched before it has ended
-    hv, chunk, seq = cute.arch.block_idx()
-    _, spans, _ = cute.arch.grid_dim()
-    length = scalars.length
-    number, begin, tokens = seq * spans + chunk, seq * length, length
-    if length == 0:  # packed: the grid has one row of numbers for all sequences
-        _, first, begin, tokens = find_sequence(number, 64, memory.mCu, length, scalars.halvings)
-        chunk = number - first
-    start, tid = chunk * 64, cute.arch.thread_idx()[0]
+    hv, number, begin, start, tokens = chunk_of_block(memory.mCu, scalars.length, scalars.halvings)
+    tid = cute.arch.thread_idx()[0]
     if start < tokens:
         place = Place(
             hv, hv // scalars.group, number, number * memory.mVec.shape[1] + hv, begin + start, tokens - start
@@ -374,8 +369,7 @@ def store_dv(x: cutlass.Constexpr, mDv: cute.Tensor, mV: cute.Tensor, back: F32,
             v, dot = read_piece(mV, cutlass.min(row, left - 1), tid), F32(0.0)
             for e in cutlass.range_constexpr(8):
                 dot += dx[e] * v[e]
-            for off in (1, 2, 4, 8):
-                dot += cute.arch.shuffle_sync_bfly(dot, offset=off)
+            dot = sum_over(HALF_WARP, dot)
             if tid % 16 == 0:
                 mParts[OF_V, row] = -back * dot
         by = -back * smem.beta[row]
@@ -416,8 +410,7 @@ def store_through_norm(out: cutlass.Constexpr, group: I32, tid: I32, left: I32):
         dn, r, dot = read_piece(out.grad, row, tid), out.inverse[row], F32(0.0)
         for e in cutlass.range_constexpr(8):
             dot += x[e] * dn[e]
-        for off in (1, 2, 4, 8):
-            dot += cute.arch.shuffle_sync_bfly(dot, offset=off)
+        dot = sum_over(HALF_WARP, dot)
         by, along = r * out.back, dot * r * r
         for e in cutlass.range_constexpr(8):
             dn[e] = by * (dn[e] - x[e] * along)
@@ -456,8 +449,7 @@ def largest_of(acc: cute.Tensor, top: F32):
 @cute.jit
 def post_largest(top: F32, tops: cute.Tensor, wid: I32, lane: I32):
     """Our warp's largest value, for `find_largest` behind a barrier."""
-    for off in (1, 2, 4, 8, 16):
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=off))
+    top = largest_over(WARP, top)
     if lane == 0:
         tops[wid] = top
 
@@ -668,10 +660,9 @@ def backward_chunk(
     mShares = memory.mShares[place.number, place.hv, None, None]
     if cutlass.const_expr(variant.is_raw and not variant.is_scalar):
         for i in cutlass.range_constexpr(4):
-            for off in (1, 2):
-                sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=off)
+            total = sum_over(ROW, sums[i])
             if c == 0:
-                mShares[i // 2, 16 * wid + r + 8 * (i % 2)] = sums[i]
+                mShares[i // 2, 16 * wid + r + 8 * (i % 2)] = total
     cute.arch.sync_threads()
     raws = [cute.domain_offset((place.t0, 0), m[None, None, place.h]) for m in (memory.mQ, memory.mK)]
     rows = [read_rows(raw, tid, left) for raw in raws]

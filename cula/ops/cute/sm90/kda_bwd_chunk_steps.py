@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import warp
 from cula.core.constants import LOG2_E
 from cula.ops.cute.common.fragments import as_a, corner, flat, lane_address, load_matrix, shared_at, store_matrix, widen
 from cula.ops.cute.common.gate import exp2, softplus2, to_log2
+from cula.ops.cute.common.lanes import COLUMN, ROW, sum_over
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32
 from cula.ops.cute.kda_bwd_abi import OF_GATES, OF_STRENGTHS
 
@@ -514,10 +515,7 @@ def blocks_pass(
             if cutlass.const_expr(first + 3 > n):
                 add_rows(x, aq, ak, kr, E, n, first)
     for hi in cutlass.range_constexpr(2):
-        total = passing[hi]
-        for off in (1, 2):
-            total += cute.arch.shuffle_sync_bfly(total, offset=off)
-        h[hi] = total
+        h[hi] = sum_over(ROW, passing[hi])
 
 
 @cute.jit
@@ -643,9 +641,7 @@ def leave_sums(x: cutlass.Constexpr, values: cute.Tensor, first: cutlass.Constex
     theirs."""
     mParts = x.mParts
     for ci in cutlass.range_constexpr(2):
-        total = values[ci]
-        for off in (4, 8, 16):
-            total += cute.arch.shuffle_sync_bfly(total, offset=off)
+        total = sum_over(COLUMN, values[ci])
         if x.r == 0:
             mParts[first + x.wid, token_of(x, ci, n)] = total
 

@@ -41,7 +41,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import NamedBarrier
 
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
-from cula.ops.cute.common.fragments import shared_at, widen
+from cula.ops.cute.common.fragments import widen
+from cula.ops.cute.common.lanes import WARP, largest_over
 from cula.ops.cute.common.tiles import (
     BF16,
     F16,
@@ -79,6 +80,7 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
     Consumer,
     Mmas,
     Ring,
+    clear_absent_quarters,
     copy_of,
     copy_tile,
     decay_columns,
@@ -170,14 +172,7 @@ def set_up(storage: cutlass.Constexpr, tma: cutlass.Constexpr):
         for of in tma:
             cpasync.prefetch_descriptor(of.atom)
     cute.arch.mbarrier_init_fence()
-    if cute.arch.make_warp_uniform(tid // 128) == 1:
-        zero = cute.make_rmem_tensor((8, 1), F16)
-        zero.fill(0.0)
-        for stage in cutlass.range_constexpr(STAGES):
-            for tile, quarter in ((storage.tiles.T, LOWER_LEFT), (storage.tiles.P, UPPER_RIGHT)):
-                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
-                cute.autovec_copy(zero, shared_at(at, F16, 8, 16))
-        cute.arch.fence_proxy("async.shared", space="cta")
+    clear_absent_quarters(storage.tiles, tid, F16)
     cute.arch.sync_threads()
 
 
@@ -413,9 +408,7 @@ def fit(w: cutlass.Constexpr, half: cute.Tensor, entering: cute.Tensor, storage:
         for a in cutlass.range_constexpr(2):
             top[a] = top[a] * w.factor[a]
         largest(w.S, top)
-        highest = cute.arch.fmax(top[0], top[1])
-        for off in (1, 2, 4, 8, 16):
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=off))
+        highest = largest_over(WARP, cute.arch.fmax(top[0], top[1]))
         if lane == 0:
             storage.tops[ours] = highest
         barrier.arrive_and_wait()

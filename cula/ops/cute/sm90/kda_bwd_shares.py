@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula.ops.cute.common.lanes import WARP, sum_over
 from cula.ops.cute.common.tiles import F32, I32
 
 THREADS = 1024
@@ -53,8 +54,7 @@ def sum_gates(of: cutlass.Constexpr, hv: I32, tid: I32, is_scalar: cutlass.Const
             total += parts[256 * part + tid]
         if cutlass.const_expr(not is_scalar) and which == 0 and of.has_bias == 1:
             mDbias[hv, channel] = total
-        for off in (1, 2, 4, 8, 16):
-            total += cute.arch.shuffle_sync_bfly(total, offset=off)
+        total = sum_over(WARP, total)
         if tid % 32 == 0:
             of_warps[tid // 32] = total
     cute.arch.sync_threads()

@@ -48,16 +48,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import NamedBarrier
 
-from cula.ops.cute.common.fragments import shared_at
 from cula.ops.cute.common.kda_chain import begin_of_chain, norm_in_word
 from cula.ops.cute.common.kda_lengths import leave_to_fused
 from cula.ops.cute.common.kda_segments import segment_at, tasks_of
 from cula.ops.cute.common.states import KeptStates, States, address_of, first_kept, load_state, slot_of_first
 from cula.ops.cute.common.tiles import F16, F32, I32, Tma, allocate_tile, swapped, tile_at, tile_layout, tma_split
-from cula.ops.cute.kda_abi import LOWER_LEFT, UPPER_RIGHT, VEC
+from cula.ops.cute.kda_abi import VEC
 from cula.ops.cute.sm90.fp16_window import unscale_rows
 from cula.ops.cute.sm90.kda_recurrence_steps import (
-    QUARTER_BYTES,
     STAGES,
     Barrier,
     ChunkCopies,
@@ -65,6 +63,7 @@ from cula.ops.cute.sm90.kda_recurrence_steps import (
     Mmas,
     Ring,
     carry_o,
+    clear_absent_quarters,
     copy_of,
     load_chunks,
     make_consumer,
@@ -194,14 +193,7 @@ def set_up(storage: cutlass.Constexpr, tma: cutlass.Constexpr, dtype: cutlass.Co
         for of in (tma.tiles, tma.T, tma.P, tma.vec, tma.v, tma.o):
             cpasync.prefetch_descriptor(of.atom)
     cute.arch.mbarrier_init_fence()
-    if cute.arch.make_warp_uniform(tid // 128) == 1:
-        zero = cute.make_rmem_tensor((8, 1), dtype)
-        zero.fill(0.0)
-        for stage in cutlass.range_constexpr(STAGES):
-            for tile, quarter in ((storage.tiles.T, LOWER_LEFT), (storage.tiles.P, UPPER_RIGHT)):
-                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (tid % 128)
-                cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
-        cute.arch.fence_proxy("async.shared", space="cta")
+    clear_absent_quarters(storage.tiles, tid, dtype)
     cute.arch.sync_threads()
 
 

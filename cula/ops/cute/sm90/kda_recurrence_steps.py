@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import NamedBarrier
 
-from cula.ops.cute.common.fragments import widen
+from cula.ops.cute.common.fragments import shared_at, widen
 from cula.ops.cute.common.states import address_of, is_end, slot_of_last, store_state
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -158,6 +158,19 @@ class ChunkCopies(NamedTuple):
     vec: Copy  # of a record
     T: Copy  # of quarter 4 record ...
     P: Copy
+
+
+@cute.jit
+def clear_absent_quarters(tiles: cutlass.Constexpr, thread: I32, dtype: cutlass.Constexpr):
+    """Zeros in the quarters of T and P that are never loaded. By the second warpgroup, which publishes them."""
+    if cute.arch.make_warp_uniform(thread // 128) == 1:
+        zero = cute.make_rmem_tensor((8, 1), dtype)
+        zero.fill(0.0)
+        for stage in cutlass.range_constexpr(STAGES):
+            for tile, quarter in ((tiles.T, LOWER_LEFT), (tiles.P, UPPER_RIGHT)):
+                at = I32(tile.iterator.toint()) + (4 * stage + quarter) * QUARTER_BYTES + 16 * (thread % 128)
+                cute.autovec_copy(zero, shared_at(at, dtype, 8, 16))
+        cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit
