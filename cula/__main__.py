@@ -14,6 +14,7 @@ import torch
 
 import cula
 from cula import install, models
+from cula.core.dispatch import backend_names
 from cula.integrations import overview
 from cula.ops.cute.archs import ARCHS
 
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("info", help="what this machine has, and what to do next (the default)")
     check = commands.add_parser("check", help="every family against float64 on this machine, with times")
     check.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    check.add_argument("--backend", default="auto", help="force a backend by name")
+    check.add_argument("--backend", choices=("auto", *backend_names()), default="auto", help="force a backend")
     warm = commands.add_parser("warmup", help="compile what a model will call, before it serves")
     names = ", ".join(m.name.lower() for m in models.MODELS)
     warm.add_argument("--model", nargs="+", required=True, metavar="NAME", help=f"some of {names}; or their beginnings")

@@ -110,6 +110,14 @@ def test_the_check_passes_and_fails(capsys, monkeypatch):
     assert "WRONG: RuntimeError: a kernel is broken" in capsys.readouterr().out
 
 
+def test_a_misspelt_backend_is_no_wrong_call(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["check", "--device", "cpu", "--backend", "tritn"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "invalid choice: 'tritn'" in printed.err and "triton" in printed.err and not printed.out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_device_that_is_not_there_is_said(capsys):
     assert command.main(["check", "--device", "cuda"]) == 2

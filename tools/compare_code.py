@@ -72,13 +72,20 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="a folder of cubins")
     parser.add_argument("new", type=Path)
     args = parser.parse_args()
-    names = sorted({path.stem for path in args.old.glob("*.cubin")} & {path.stem for path in args.new.glob("*.cubin")})
-    differences = {name: compare(args.old / f"{name}.cubin", args.new / f"{name}.cubin") for name in names}
-    for name, difference in differences.items():
-        print(f"{name}: {difference or 'the same'}")
+    old, new = ({path.stem for path in folder.glob("*.cubin")} for folder in (args.old, args.new))
+    for folder, found in ((args.old, old), (args.new, new)):
+        if not found:
+            parser.error(f"{folder} has no cubins")
+    differences: dict[str, str | None] = {}
+    for name in sorted(old | new):
+        if name in old and name in new:
+            differences[name] = compare(args.old / f"{name}.cubin", args.new / f"{name}.cubin")
+        else:
+            differences[name] = f"only in {args.old if name in old else args.new}"
+        print(f"{name}: {differences[name] or 'the same'}")
     changed = sum(difference is not None for difference in differences.values())
-    print(f"{len(names) - changed} of {len(names)} have the same machine code")
-    return 1 if changed or not names else 0
+    print(f"{len(differences) - changed} of {len(differences)} have the same machine code")
+    return 1 if changed else 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(",") if word)
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more; got {text}")
+    return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    return tuple(positive(word) for word in text.split(",") if word)
+
+
 def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -59,20 +70,20 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--budget", type=float, help="seconds after which no further case is started")
     run.add_argument("--warm", type=int, default=0, metavar="N", help="processes that compile first, for half the budget at most")
     run.add_argument("--tune-ms", type=numbers, metavar="WARMUP,REPEAT", help="of a peer's tuner, a variant (Triton: 25,100)")
-    run.add_argument("--shapes-limit", type=int, help="at most so many cases of each suite")
+    run.add_argument("--shapes-limit", type=positive, help="at most so many cases of each suite")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument("--backend", choices=("auto", *backend_names()), default="auto", help="force a cuLA backend")
     run.add_argument("--peers", default="all", help=f"all, none, or some of {','.join(p.name for p in PEERS)}")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--commit", help="what to record as the commit where there is no git")
     shape = run.add_argument_group("any shape, instead of the suite's own")
-    shape.add_argument("--t", type=numbers, default=(), metavar="T,...", help="tokens of a sequence")
-    shape.add_argument("--h", type=numbers, default=(), metavar="H,...", help="query/key heads")
-    shape.add_argument("--hv", type=int, help="value heads")
-    shape.add_argument("--b", type=int, help="sequences of length T (decode: rows)")
-    shape.add_argument("--lens", type=numbers, default=(), metavar="L,...", help="lengths of packed sequences")
-    shape.add_argument("--k", type=int, help="head dim of q and k")
-    shape.add_argument("--v", type=int, help="head dim of v")
+    shape.add_argument("--t", type=positives, default=(), metavar="T,...", help="tokens of a sequence")
+    shape.add_argument("--h", type=positives, default=(), metavar="H,...", help="query/key heads")
+    shape.add_argument("--hv", type=positive, help="value heads")
+    shape.add_argument("--b", type=positive, help="sequences of length T (decode: rows)")
+    shape.add_argument("--lens", type=positives, default=(), metavar="L,...", help="lengths of packed sequences")
+    shape.add_argument("--k", type=positive, help="head dim of q and k")
+    shape.add_argument("--v", type=positive, help="head dim of v")
     shape.add_argument("--gate", type=words, default=(), metavar="NAME,...", help=f"some of {','.join(all_gates())}")
     shape.add_argument("--dtype", choices=list(DTYPES))
     shape.add_argument("--flags", type=suites.parse_flags, help=f"all, none, or some of {', '.join(FLAGS)}")
@@ -111,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device(args.device)
     except RuntimeError as error:
         raise ValueError(f"--device {args.device}: torch knows no such device; use --device cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device}: nothing can be measured there; use --device cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch sees no GPU here; use --device cpu")
     bad = [gate for gate in args.gate if gate not in all_gates()]

@@ -103,11 +103,16 @@ def check_devices(who: str, device: torch.device, **tensors: Tensor | None) -> N
             raise ValueError(f"{who}: {name} is on {t.device} but q is on {device}; all tensors must share a device")
 
 
-def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> tuple[int, ...]:
-    """Shapes, dtypes and devices of q, k, v; returns B, T, H, K, HV, V."""
-    for name, t in zip(names, (q, k, v), strict=True):
+def check_tokens(who: str, **tokens: Tensor) -> None:
+    """That tokens are tensors of four dimensions."""
+    for name, t in tokens.items():
         if rank_of(who, name, t) != 4:
             raise ValueError(f"{who}: {name} has shape {shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+
+
+def check_qkv(who: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> tuple[int, ...]:
+    """Shapes, dtypes and devices of q, k, v; returns B, T, H, K, HV, V."""
+    check_tokens(who, **dict(zip(names, (q, k, v), strict=True)))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     check_shape(who, names[1], k, "[B, T, H, K]", (B, T, H, K))
@@ -177,7 +182,7 @@ def check_pool(who: str, name: str, pool: Tensor, layout: str, inner: tuple[int,
     if rank_of(who, name, pool) != 4 or pool.shape[1:] != inner:
         raise ValueError(f"{who}: {name} has shape {shape_of(pool)}; expected {layout} = {['P', *inner]}")
     check_dtype(who, name, pool, POOL_DTYPES)
-    if pool.stride()[1:] != (inner[1] * inner[2], inner[2], 1):
+    if not has_contiguous_slots(pool):
         raise ValueError(
             f"{who}: {name} has strides {pool.stride()}; a slot must be contiguous (its stride may be padded), "
             "because the pool is updated in place"
@@ -194,13 +199,16 @@ def check_own_elements(who: str, name: str, t: Tensor) -> None:
         )
 
 
-def check_slots(who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool) -> None:
+def check_slots(
+    who: str, name: str, indices: Tensor, slots: int, null_is_nonpositive: bool, holder: str = "the pool", slot: str = "slot"
+) -> None:
+    """Indices of slots (or of what the holder else has) are in range and distinct, but for null ones. Reads them back."""
     least = 1 if null_is_nonpositive else 0
-    live = [slot for slot in indices.flatten().tolist() if slot >= least]
+    live = [i for i in indices.flatten().tolist() if i >= least]
     if live and max(live) >= slots:
-        raise ValueError(f"{who}: {name} holds {max(live)}, but the pool has {slots} slots (0 to {slots - 1})")
+        raise ValueError(f"{who}: {name} holds {max(live)}, but {holder} has {slots} {slot}s (0 to {slots - 1})")
     if len(set(live)) != len(live):
-        raise ValueError(f"{who}: {name} names a slot twice: {indices.tolist()}; rows of a call must not share a slot")
+        raise ValueError(f"{who}: {name} names a {slot} twice: {indices.tolist()}; rows of a call must not share a {slot}")
 
 
 def check_finite(who: str, x: NamedTuple, skip: tuple[str, ...] = ()) -> None:
@@ -216,7 +224,8 @@ def as_number(who: str, name: str, given: Any) -> float:
             raise TypeError(f"{type(given).__name__} is text")
         return float(given)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{who}: {name} is {given!r}; expected a number") from error
+        shown = f"a tensor of shape {shape_of(given)}" if isinstance(given, Tensor) else repr(given)
+        raise ArgumentTypeError(f"{who}: {name} is {shown}; expected a number") from error
 
 
 def check_choice(who: str, name: str, given: Any, known: tuple[Any, ...]) -> None:
@@ -282,16 +291,20 @@ def refuse_keywords(who: str, given: Iterable[str], known: Iterable[str], backen
     for name in given:
         if name in options:
             continue
-        near = difflib.get_close_matches(name, [*known, *options], n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = meant_by(name, [*known, *options])
         takes = f"the options {', '.join(options)}" if options else "no options of its own"
         raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend {backend!r} takes {takes})")
 
 
+def meant_by(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that nothing has: the nearest one that there is, if one is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def has_contiguous_slots(state: Tensor) -> bool:
-    """Each slot [HV, V, K] is contiguous; from one to the next may be anything."""
-    _, HV, V, K = state.shape
-    return HV * V * K == 0 or state.stride()[1:] == (V * K, K, 1)
+    """Each slot [HV, V, K] is contiguous, as torch has it: a dimension of one may have any stride, as the first one may."""
+    return state[:1].is_contiguous()
 
 
 def has_aligned_slots(state: Tensor) -> bool:

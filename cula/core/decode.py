@@ -22,7 +22,7 @@ from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose_decode
 from cula.core.explain import is_explaining
 from cula.core.family import FAMILIES, Decode, Family, decode_modes
-from cula.core.problem import PUBLIC_NAMES, DecodeOptions, needs_grad, with_settings
+from cula.core.problem import DecodeOptions, needs_grad, with_settings
 from cula.core.replay.torch_internals import modes
 
 
@@ -70,7 +70,7 @@ def decode(
         return operator.call_decode(family, x, options, device, backend, extra, who)
 
     describe_this = functools.partial(describe_decode, family, x, options, device, who)
-    known = _keywords(family) if extra else ()
+    known = family.decode.keywords() if extra else ()
     request, choice = check_and_choose(describe_this, choose_decode, backend, extra or (), known, who)
     if settings.check_values() or (x.q.device.type == "cpu" and has_values(x)):
         check_values(request)
@@ -84,13 +84,6 @@ def decode(
     if x.out is not None:
         return x.out, x.state
     return o.view(x.v.shape) if request.is_packed else o, x.state
-
-
-def _keywords(family: Family) -> tuple[str, ...]:
-    """What `cula_decode` takes for a family, by name."""
-    assert family.decode is not None
-    options = (PUBLIC_NAMES.get(name, name) for name in DecodeOptions._fields)
-    return (*family.decode.Inputs._fields, *options, "mode", "device", "backend")
 
 
 def record(request: DecodeRequest, choice: Choice, given: Any) -> Any:

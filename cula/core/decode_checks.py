@@ -223,7 +223,7 @@ def _as_rows(x: Any, own: dict[str, Tensor | None], is_packed: bool) -> Any:
 
 def has_values(x: Any) -> bool:
     """Whether a call has numbers that say where to read and write, which are checked where they are at hand."""
-    return x.state_indices is not None or x.cu_seqlens is not None or x.intermediate_state_indices is not None
+    return any(t is not None for t in (x.state_indices, x.cu_seqlens, x.num_accepted_tokens, x.intermediate_state_indices))
 
 
 def check_values(request: DecodeRequest) -> None:
@@ -232,18 +232,39 @@ def check_values(request: DecodeRequest) -> None:
     if x.state_indices is not None:
         checks.check_slots(who, "state_indices", x.state_indices, p.P, p.options.null_is_nonpositive)
     accepted, kept = x.num_accepted_tokens, x.intermediate_states
-    most = p.T if kept is None else kept.shape[1]
+    most = p.T if p.has_token_indices or kept is None else kept.shape[1]
     if accepted is not None and bool(((accepted < 0) | (accepted > most)).any()):
         raise ValueError(f"{who}: num_accepted_tokens holds {accepted.tolist()}; each is 0 to T = {most}")
     if x.intermediate_state_indices is not None:
-        rows = kept.shape[0]
-        checks.check_slots(who, "intermediate_state_indices", x.intermediate_state_indices, rows, null_is_nonpositive=False)
+        rows, holder = x.intermediate_state_indices, "intermediate_states"
+        checks.check_slots(who, "intermediate_state_indices", rows, kept.shape[0], False, holder, "row")
     if x.cu_seqlens is not None:
         _check_lengths(x.cu_seqlens.tolist(), x.q.shape[1], p.T, who)
     if settings.check_values():
-        checks.check_finite(who, x, skip=("state", "intermediate_states", "out"))
+        of_rows = _without_padding(request)
+        checks.check_finite(who, of_rows, skip=("state", "intermediate_states", "out"))
         assert request.family.decode is not None
-        request.family.decode.check_values(x, p, who)
+        request.family.decode.check_values(of_rows, p, who)
+
+
+def _without_padding(request: DecodeRequest) -> Any:
+    """The tensors with tokens as [all of them, ...], without those of padded rows and those behind the last offset: nothing
+    depends on what these hold."""
+    x, p = request.x, request.problem
+    is_live = torch.ones(p.N, dtype=torch.bool, device=x.q.device)
+    if x.state_indices is not None:
+        slots = x.state_indices
+        if p.has_token_indices:
+            accepted = torch.zeros_like(slots[:, 0]) if x.num_accepted_tokens is None else x.num_accepted_tokens
+            slots = slots.gather(1, (accepted.long() - 1).clamp(min=0)[:, None])[:, 0]
+        is_live = slots >= (1 if p.options.null_is_nonpositive else 0)
+    if x.cu_seqlens is None:
+        is_live = is_live[:, None].expand(p.N, p.T)
+    else:
+        of_rows = is_live.repeat_interleave(x.cu_seqlens.diff().long())
+        is_live = torch.zeros(1, x.q.shape[1], dtype=torch.bool, device=x.q.device)
+        is_live[0, : len(of_rows)] = of_rows
+    return x._replace(**{name: getattr(x, name)[is_live] for name in request.family.token_inputs})
 
 
 def _check_lengths(offsets: list[int], tokens: int, most: int, who: str) -> None:

@@ -52,6 +52,9 @@ class Backend:
     # Last word before a kernel runs, for kernels that check themselves at their first use on a machine. Not asked by `explain`
     # but for what is known already: (op, problem, may_run) -> reason.
     self_check: Callable[[str, AnyProblem, bool], str | None] | None = None
+    # What this machine lacks beside packages, as a sentence, where it has the device. It may be found out by compiling something
+    # only where it says so: (may_run) -> reason.
+    lacks: Callable[[bool], str | None] | None = None
 
     def missing(self) -> str | None:
         """What is not installed, or too old, as a sentence; None if all is there."""
@@ -64,7 +67,7 @@ class Backend:
         """Why no call on this machine can use it, as a sentence; None if some can."""
         if self.device == "cuda" and not torch.cuda.is_available():
             return self.missing() or "needs an NVIDIA GPU, and torch sees none"
-        return self.missing()
+        return self.missing() or (None if self.lacks is None else self.lacks(True))
 
     def objection(self, op: str, problem: AnyProblem, is_forced: bool = False, may_run: bool = True) -> str | None:
         """Why it does not take the call; None if it does."""
@@ -78,12 +81,14 @@ class Backend:
             of_kernel = self.find(problem.family, "why_not")
             reason = None if of_kernel is None else of_kernel(op, problem)
         if reason is None and not is_forced:
-            reason = self._yields(op, problem)
+            reason = self._yields(op, problem, may_run)
+        if reason is None and self.lacks is not None:
+            reason = self.lacks(may_run)
         if reason is None and self.self_check is not None:
             reason = self.self_check(op, problem, may_run)
         return reason
 
-    def _yields(self, op: str, problem: AnyProblem) -> str | None:
+    def _yields(self, op: str, problem: AnyProblem, may_run: bool) -> str | None:
         """Why a call that it takes goes to another backend, which takes it too; None if it keeps it."""
         of_kernel = self.find(problem.family, "yields_to")
         found = None if of_kernel is None else of_kernel(op, problem)
@@ -91,7 +96,7 @@ class Backend:
             return None
         name, reason = found
         other = next((b for b in BACKENDS if b.name == name), None)
-        return reason if other is not None and other.objection(op, problem, may_run=False) is None else None
+        return reason if other is not None and other.objection(op, problem, may_run=may_run) is None else None
 
     def find(self, family: str, name: str) -> Callable[..., Any] | None:
         """A function of its module for a family; None where it has none."""

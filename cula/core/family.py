@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.core.problem import DecodeOptions, DecodeProblem, Encoding, Problem, encoding_of
+from cula.core.problem import PUBLIC_NAMES, DecodeOptions, DecodeProblem, Encoding, Problem, encoding_of
 from cula.core.replay.cache import ChoiceCache, ReplayCache
 
 
@@ -46,6 +46,11 @@ class Decode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "own", self.Inputs._fields[5:-5])
+
+    def keywords(self) -> tuple[str, ...]:
+        """What `cula_decode` takes for the family, by name."""
+        options = (PUBLIC_NAMES.get(name, name) for name in DecodeOptions._fields)
+        return (*self.Inputs._fields, *options, "mode", "device", "backend")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from cula.core.checks import POOL_DTYPES
 from cula.core.constants import MAX_DECODE_TOKENS
 from cula.core.decode import decode
 from cula.core.family import Family
+from cula.core.pool import Serving
+from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
 
 
@@ -49,6 +51,39 @@ def is_decode(q: Tensor, cu_seqlens: Tensor | None) -> bool:
     return cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS and q.shape[0] > 0
 
 
+def recurrent(
+    family: Family,
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    switches: dict[str, Any],
+    *,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    backend: str,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FLA's recurrent form of a family with gates, from first states that stay as they are: up to 8 tokens of each row by the
+    decode kernels, others by the prefill's. `switches` are options that both have."""
+    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
+    if is_decode(q, cu_seqlens):
+        assert family.decode is not None
+        rows = family.decode.Inputs(q, k, v, initial_state, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=out)
+        of_decode = DecodeOptions(state_is_kv=not state_v_first, **switches)
+        return decode_few(family, rows, of_decode, output_final_state, backend, who)
+    x = family.Inputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
+    options = family.Options(output_final_state=output_final_state, **switches)
+    o, final_state = prefill(family, x, options, Serving(out=out), backend=backend, who=who)
+    return o, swap_layout(final_state, state_v_first)
+
+
 def decode_few(
     family: Family, rows: Any, options: DecodeOptions, output_final_state: bool, backend: str, who: str
 ) -> tuple[Tensor, Tensor | None]:
@@ -72,11 +107,16 @@ def decode_few(
     return o, states if output_final_state else None
 
 
-def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That tokens are tensors of four dimensions, for functions that read shapes before all other checks."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if checks.rank_of(who, name, t) != 4:
-            raise ValueError(f"{who}: {name} has shape {checks.shape_of(t)}; expected four dimensions [B, T, heads, dim]")
+def check_floating(who: str, **tensors: Tensor | None) -> None:
+    """That tensors which are converted to float32 hold real numbers: of others that would leave something out."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        checks.check_tensor(who, name, t)
+        if not t.is_floating_point():
+            raise checks.ArgumentTypeError(
+                f"{who}: {name} has dtype {checks.dtype_name(t.dtype)}; expected floating point numbers"
+            )
 
 
 def check_first_states(
@@ -88,7 +128,7 @@ def check_first_states(
     """
     if initial_state is None:
         return
-    checks.check_tensor(who, "initial_state", initial_state)
+    check_floating(who, initial_state=initial_state)
     if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
         return
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -20,14 +20,15 @@ backward are the same backend's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
+from cula.core import checks
 from cula.core.constants import CHUNK
 from cula.core.device import running_on
 from cula.core.dispatch import Choice, choose
@@ -39,6 +40,35 @@ DECODE_ENCODING = encoding_of(DecodeOptions)
 
 
 # Eager
+
+
+def without_gradient(grads: Sequence[Tensor | None], of: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients that a backward has made of these tensors, and that have no gradient of their own: who differentiates them
+    (`create_graph=True`) is told so.
+
+    torch's `once_differentiable` tells where the incoming gradient requires one. That of a plain sum does not, and a penalty on
+    the gradients of such a loss would be a constant, without a word.
+    """
+    if not torch.is_grad_enabled():
+        return grads
+    needing = [t for t in of if t is not None and t.requires_grad]
+    needing.append(torch.zeros((), requires_grad=True))  # activation checkpointing hands over tensors that are detached
+    return _Gradients.apply(len(needing), *needing, *grads)
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients as they are, behind the tensors that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[count:]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "the gradients of an attention call of cuLA are not differentiable: second derivatives (create_graph=True) are not "
+            "supported; use cula.reference for them"
+        )
 
 
 class Attention(torch.autograd.Function):
@@ -54,15 +84,15 @@ class Attention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing lets each be unpacked only once
         count = len(ctx.Inputs._fields)
-        x, saved = ctx.Inputs(*tensors[:count]), tensors[count:]
-        if do is None:
-            do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        grads = _backward(ctx.problem, ctx.choice.backward, x, saved, do, dht)
-        return None, None, None, *grads, None  # none for cu_seqlens
+        x, saved, given = ctx.Inputs(*tensors[:count]), tensors[count:], (do, dht)
+        with torch.no_grad():
+            if do is None:
+                do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+            grads = _backward(ctx.problem, ctx.choice.backward, x, saved, do, dht)
+        return None, None, None, *without_gradient(grads, (*x, *given)), None  # none for cu_seqlens
 
 
 def _forward(problem: Problem, choice: Choice, x: Any) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
@@ -110,7 +140,7 @@ def call_prefill(
     extra: dict[str, Any] | None,
     who: str,
 ) -> Any:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=False)
     place = None if device is None else str(device)
     ops = torch.ops.cula
     trains = needs_grad(x)
@@ -134,16 +164,24 @@ def call_decode(
     extra: dict[str, Any] | None,
     who: str,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_extra(who, extra)
+    _refuse_extra(who, extra, family.name, is_decode=True)
     place = None if device is None else str(device)
     rest = (*DECODE_ENCODING.encode(options), place, backend, who, needs_grad(x))
     o = getattr(torch.ops.cula, f"{family.name}_decode")(*x, *rest)
     return (o if x.out is None else x.out), x.state
 
 
-def _refuse_extra(who: str, extra: dict[str, Any] | None) -> None:
+def _refuse_extra(who: str, extra: dict[str, Any] | None, family: str, is_decode: bool) -> None:
     for name in extra or ():
-        raise TypeError(f"{who}: unknown keyword argument {name!r} (backend options are not taken under torch.compile)")
+        meant = _meant(name, family, is_decode)
+        raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend options are not taken under torch.compile)")
+
+
+@torch.compiler.assume_constant_result
+def _meant(name: str, family: str, is_decode: bool) -> str:
+    """What a misspelt keyword meant. Called as it is, with plain values, where TorchDynamo traces: it reads signatures."""
+    of = FAMILIES[family]
+    return checks.meant_by(name, of.decode.keywords() if is_decode and of.decode is not None else of.keywords())
 
 
 # Under torch.compile: the operators
@@ -189,7 +227,7 @@ def _fake_outputs(request: Any, has_out: bool) -> tuple[Tensor, Tensor, Tensor]:
         if p.is_packed:
             raise NotImplementedError(
                 f"{request.who}: return_intermediate_states with cu_seqlens has a shape that depends on data; "
-                "call it outside torch.compile"
+                "call it on tensors with data, outside torch.compile"
             )
         states = x.q.new_empty((p.B, -(-p.T // CHUNK), p.HV, p.V, p.K), dtype=torch.float32)
     o = None if has_out else x.v.new_empty(p.B, p.T, p.HV, p.V)

@@ -64,6 +64,8 @@ def check_packed(who: str, mixed_qkv: Tensor, pool: Tensor, name: str) -> None:
         raise ValueError(f"{who}: mixed_qkv has shape {checks.shape_of(mixed_qkv)}; expected [N, 2 * H * K + HV * V]")
     if checks.rank_of(who, name, pool) != 4:
         raise ValueError(f"{who}: {name} has shape {checks.shape_of(pool)}; expected a pool of states, [P, HV, V, K]")
+    if 0 in pool.shape[1:]:
+        raise ValueError(f"{who}: {name} has shape {checks.shape_of(pool)}; [HV, V, K] must be positive")
 
 
 def split_packed(who: str, mixed_qkv: Tensor, HV: int, V: int, K: int, H: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,11 +90,16 @@ def split_packed(who: str, mixed_qkv: Tensor, HV: int, V: int, K: int, H: int | 
 
 
 def one_token_each(indices: Tensor, cu_seqlens: Tensor | None, who: str) -> Tensor:
-    """The slots of the rows; refuses offsets that could mean anything but one token a sequence."""
+    """The slots of the rows; refuses slots and offsets that could mean anything but one token a sequence."""
     checks.check_tensor(who, "initial_state_indices", indices)
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != indices.shape[0] + 1):
+    if indices.dim() == 0 or indices.shape[1:].numel() != 1:
+        raise ValueError(f"{who}: initial_state_indices has shape {checks.shape_of(indices)}; expected [N], a slot a row")
+    if cu_seqlens is None:
+        return indices
+    checks.check_tensor(who, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != indices.shape[0] + 1:
         raise ValueError(
-            f"{who}: cu_seqlens has shape {list(cu_seqlens.shape)}; decode takes one token a sequence, [N + 1] = "
+            f"{who}: cu_seqlens has shape {checks.shape_of(cu_seqlens)}; decode takes one token a sequence, [N + 1] = "
             f"[{indices.shape[0] + 1}] offsets"
         )
     return indices

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cula.core.device import running_on
+from cula.core.operator import without_gradient
 from cula.dist.comm import Channel, broadcast, collect_rows, group_state, scatter_rows, sum_to
 from cula.dist.cost import Schedule
 from cula.dist.kernels import Inputs, LocalKernels
@@ -190,13 +190,12 @@ class ContextParallel(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         tensors, count = ctx.saved_tensors, len(ctx.inputs._fields)  # read once: reading them may run the forward again
         x, (M, *kept) = ctx.inputs(*tensors[:count]), tensors[count:]
-        with running_on(x.q):
+        with torch.no_grad(), running_on(x.q):
             grads, d_initial = ctx.call.backward(Saved(x, M, tuple(kept)), do, d_final)
-        return None, None, *grads, d_initial, None  # none for cu_seqlens
+        return None, None, *without_gradient((*grads, d_initial), (*x, do, d_final)), None  # none for cu_seqlens
 
 
 def run(call: Call, x: Inputs, needs_grad: bool) -> tuple[Tensor, Tensor | None]:

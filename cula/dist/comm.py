@@ -38,13 +38,8 @@ def resolve_group(who: str, prefix: str, group: Any, size: int, rank: int, dims:
         return None
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{who}: {prefix}_size is {size}, but torch.distributed is not initialised; call init_process_group")
-    group = _of_mesh(who, prefix, group, dims)
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{who}: {prefix}_group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh")
+    group = process_group(who, prefix, dist.group.WORLD if group is None else group, dims)
     found_size, found_rank = dist.get_world_size(group), dist.get_rank(group)
-    if found_rank < 0:
-        raise ValueError(f"{who}: this process is not in {prefix}_group")
     if found_size != size:
         raise ValueError(f"{who}: {prefix}_group has {found_size} ranks, but {prefix}_size is {size}")
     if found_rank != rank:
@@ -52,11 +47,16 @@ def resolve_group(who: str, prefix: str, group: Any, size: int, rank: int, dims:
     return group
 
 
-def _of_mesh(who: str, prefix: str, group: Any, dims: tuple[str, ...]) -> Any:
+def process_group(who: str, prefix: str, group: Any, dims: tuple[str, ...]) -> dist.ProcessGroup:
+    """The process group behind a group or a `DeviceMesh`; `dims` as in `resolve_group`."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    if not isinstance(group, DeviceMesh):
+    if isinstance(group, dist.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives to the others
+        raise ValueError(f"{who}: this process is not in {prefix}_group")
+    if not isinstance(group, DeviceMesh):
+        raise ValueError(f"{who}: {prefix}_group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh")
     if group.ndim == 1:
         return group.get_group()
     for name in group.mesh_dim_names or ():

@@ -64,6 +64,7 @@ def context_parallel(
         if x.initial_state is not None:  # states travel, and kernels take them, in float32
             x = x._replace(initial_state=x.initial_state.float())
         plan = make_plan(who, x, kernels, here, cp)
+        kernels.check_values(x, counts_initial_state=here.rank == plan.call.first)
     return run_plan(who, x, plan)
 
 
@@ -98,12 +99,15 @@ def tp_cp_call(
         x, ranks: as in `cp_call`.
         kwargs: the keywords of `cula_<family>_cp`.
     """
-    group = resolve_tp(who, tp)
+    group, of_tokens = resolve_tp(who, tp), resolve_group(who, "sp", *ranks, MESH_DIMS)
+    device = device_of(x.q)
     with_heads = [name for name in family.value_head_dims if name in kwargs]
     x = x._replace(**{name: kwargs.pop(name) for name in with_heads})
-    if not tp.input_is_parallel:
-        x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
-    outputs = cp_call(family, x, ranks, CpOptions.taken_from(kwargs), kwargs, who)
+    with handshake.announced_refusal(who, group if tp.gather_output else None, device):
+        if not tp.input_is_parallel:
+            with handshake.announced_refusal(who, of_tokens, device):
+                x = slice_heads(who, family, x, tp.tp_rank, tp.tp_size)
+        outputs = cp_call(family, x, ranks, CpOptions.taken_from(kwargs), kwargs, who)
     return gather_all(who, outputs, group, tp.tp_size) if tp.gather_output else outputs
 
 
@@ -149,6 +153,7 @@ def from_cp_context(
         on_host = getattr(cp_context, "cu_seqlens_cpu", None)
         local = host_offsets(offsets if on_host is None else on_host, who)
         check_tokens(who, x, local[-1], "cp_context.cu_seqlens")
+        kernels.check_values(x, counts_initial_state=False)
         share = Share(tuple(range(len(local) - 1)), local, *_reach(who, cp_context, rank, size))
         # FLA's ranks hold equally many tokens. A chain needs to know a rank's neighbours only.
         sizes = (size, 1, x.v.shape[2], x.q.shape[3], x.v.shape[3], x.q.shape[1])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula import settings
 from cula.core.dispatch import choose
 from cula.core.family import Family
 from cula.core.problem import Problem
@@ -43,6 +44,13 @@ class LocalKernels:
     @property
     def has_dense_transition(self) -> bool:
         return self.family.transition.is_dense
+
+    def check_values(self, x: Inputs, counts_initial_state: bool) -> None:
+        """With CULA_CHECK=1, what needs data, as level 1 checks it. An `initial_state` that does not count may hold anything."""
+        if settings.check_values():
+            problem, local = self._problem(x._replace(initial_state=None, cu_seqlens=None))
+            h0 = x.initial_state if counts_initial_state else None
+            self.family.check_values(local._replace(initial_state=h0), problem, self.who)
 
     def piece(self, x: Inputs, tokens: slice) -> Inputs:
         """Some of the tokens, as one sequence (or one batch) without a first state. `transition` and `state_grad` take these."""

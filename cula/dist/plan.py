@@ -15,7 +15,7 @@ from cula.core import checks
 from cula.core.dispatch import choose, refuse_unknown
 from cula.core.family import Family
 from cula.core.pool import Serving
-from cula.core.problem import PUBLIC_NAMES, needs_grad
+from cula.core.problem import PUBLIC_NAMES, needs_grad, with_settings
 from cula.dist import handshake
 from cula.dist.call import Call, next_number, run
 from cula.dist.cost import NOMINAL_TOKENS, Load, Schedule, cheapest
@@ -150,8 +150,11 @@ def local_kernels(
     """A call of level 1 on this rank's tokens, checked as level 1 does. What that does not know is refused by name."""
     if getattr(options, "return_intermediate_states", False):
         raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use {family.function}")
-    if getattr(options, "batch_invariant", False):
-        raise NotImplementedError(f"{who}: batch_invariant=True is not available over ranks, which say how sequences are split")
+    if getattr(with_settings(options), "batch_invariant", False):
+        raise NotImplementedError(
+            f"{who}: batch_invariant=True (or CULA_BATCH_INVARIANT=1) is not available over ranks, "
+            "which say how sequences are split"
+        )
     _refuse_serving(who, extra)
     known = (*x._fields, *public_options(family), *KEYWORDS)
     try:

@@ -148,7 +148,7 @@ def split_cu_seqlens_for_sp(
     return cu_seqlens.new_tensor(share.cu_seqlens), cu_seqlens.new_tensor(share.ids)
 
 
-_host_copies: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+_host_copies: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}  # of tensors on a GPU
 
 
 def host_offsets(cu_seqlens: Tensor, who: str) -> tuple[int, ...]:
@@ -159,14 +159,17 @@ def host_offsets(cu_seqlens: Tensor, who: str) -> tuple[int, ...]:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{who}: cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1] with N >= 1")
     key = id(cu_seqlens)
-    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _host_copies.get(key)
-    if known is not None and known[0]() is cu_seqlens and known[1] == version and version >= 0:
-        return known[2]
+    # what lies on a CPU is at hand, and may be written to unseen: by NumPy, whose array it shares
+    is_kept = not (cu_seqlens.is_cpu or cu_seqlens.is_inference())
+    if is_kept:
+        known = _host_copies.get(key)
+        if known is not None and known[0]() is cu_seqlens and known[1] == cu_seqlens._version:
+            return known[2]
     offsets = tuple(cu_seqlens.tolist())
     if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)):
         raise ValueError(f"{who}: cu_seqlens is {shown_offsets(offsets)}; expected non-decreasing offsets from 0")
-    _host_copies[key] = (weakref.ref(cu_seqlens, lambda _: _host_copies.pop(key, None)), version, offsets)
+    if is_kept:
+        _host_copies[key] = (weakref.ref(cu_seqlens, lambda _: _host_copies.pop(key, None)), cu_seqlens._version, offsets)
     return offsets
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
+from cula.core.checks import IO_DTYPES
 from cula.core.constants import CHUNK
 from cula.core.cp_context import from_cp_context
 from cula.core.fla import (
     check_first_states,
-    check_tokens,
-    decode_few,
-    is_decode,
+    check_floating,
+    recurrent,
     refuse_head_first,
     state_layout,
     swap_layout,
@@ -28,10 +28,9 @@ from cula.core.fla import (
 )
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
-from cula.core.problem import DecodeOptions
 from cula.gdn.family import FAMILY
-from cula.gdn.problem import GdnDecodeInputs, GdnInputs, GdnOptions
-from cula.kda.fla import fused_recurrent_kda
+from cula.gdn.problem import GdnInputs, GdnOptions
+from cula.kda.family import FAMILY as KDA
 
 
 def chunk_gated_delta_rule(
@@ -67,7 +66,7 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_gdn`; tensors of several dtypes are brought to the widest.
-        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`, in any dtype.
+        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`, in any floating point dtype.
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
         cu_seqlens_cpu, chunk_indices: accepted for FLA's callers; not needed.
         cp_context: FLA's context-parallel context; deprecated, use `cula.dist.cula_gdn_cp`.
@@ -88,7 +87,7 @@ def chunk_gated_delta_rule(
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
@@ -101,7 +100,7 @@ def chunk_gated_delta_rule(
         output_final_state=output_final_state,
     )
     io_dtype = q.dtype
-    q, k, v = _of_one_dtype(q, k, v)
+    q, k, v = _of_one_dtype(who, q, k, v)
     if cp_context is not None:
         x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
         o, final_state = from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
@@ -163,7 +162,7 @@ def fused_recurrent_gated_delta_rule(
     """
     who = "fused_recurrent_gated_delta_rule"
     warn_of_ignored(who, kwargs, frames=2)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if gv is not None:
         raise NotImplementedError(f"{who}: gv= (a decay for each value channel) is not served; g and gk are")
@@ -175,7 +174,7 @@ def fused_recurrent_gated_delta_rule(
     else:
         A_log = dt_bias = None
     io_dtype = v.dtype
-    q, k, v = _of_one_dtype(q, k, v)
+    q, k, v = _of_one_dtype(who, q, k, v)
     if beta is None:
         beta = v.new_ones(v.shape[:3])
     switches: dict[str, Any] = {
@@ -193,23 +192,16 @@ def fused_recurrent_gated_delta_rule(
         )  # fmt: skip
         if g is not None:
             checks.check_shape(who, "g", g, "[B, T, HV]", tuple(v.shape[:3]))
-        gates = gk if g is None else gk.float() + g.float()[..., None]
-        o, final_state = fused_recurrent_kda(
-            q, k, v, gates, beta, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=state_v_first, cu_seqlens=cu_seqlens, backend=backend, **switches,
-        )  # fmt: skip
-        return o.to(io_dtype), final_state
-    check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
-    if g is None:
+            checks.check_devices(who, q.device, g=g, gk=gk)
+            check_floating(who, g=g, gk=gk)
+            gk = gk.float() + g.float()[..., None]
+    elif g is None:
         g = v.new_zeros(v.shape[:3])
-    if not is_decode(q, cu_seqlens):
-        x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
-        of_prefill = GdnOptions(output_final_state=output_final_state, **switches)
-        o, final_state = prefill(FAMILY, x, of_prefill, backend=backend, who=who)
-        return o.to(io_dtype), swap_layout(final_state, state_v_first)
-    rows = GdnDecodeInputs(q, k, v, initial_state, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)  # type: ignore[arg-type]
-    options = DecodeOptions(state_is_kv=not state_v_first, **switches)
-    o, final_state = decode_few(FAMILY, rows, options, output_final_state, backend, who)
+    family, gates = (FAMILY, g) if gk is None else (KDA, gk)
+    o, final_state = recurrent(
+        family, who, q, k, v, gates, beta, A_log, dt_bias, initial_state, switches,  # type: ignore[arg-type]
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, backend=backend,
+    )  # fmt: skip
     return o.to(io_dtype), final_state
 
 
@@ -217,9 +209,11 @@ chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
-def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_one_dtype(who: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """FLA takes q, k and v of several dtypes; kernels take one."""
     if q.dtype == k.dtype == v.dtype:
         return q, k, v
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        checks.check_dtype(who, name, t, IO_DTYPES)
     widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(widest), k.to(widest), v.to(widest)

@@ -77,11 +77,11 @@ def enable() -> dict[str, str]:
             done[integration.package] = "not installed"
         elif integration.turn_on is None:
             done[integration.package] = f"on with {integration.line}"
-        elif integration.is_on():
-            done[integration.package] = "was on"
         else:
+            was_on = integration.is_on()  # maybe without all that is turned on here
             changed = integration.turn_on()
-            done[integration.package] = f"on: {', '.join(changed)}" if changed else "on, for models that are imported from now on"
+            otherwise = "was on" if was_on else "on, for models that are imported from now on"
+            done[integration.package] = f"on: {', '.join(changed)}" if changed else otherwise
         if integration.is_on() and (reason := integration.silenced()):
             done[integration.package] += f"; but {reason}"
         logger.info("cula.integrations.enable: %s: %s", integration.package, done[integration.package])

@@ -16,7 +16,15 @@ from cula.core import checks
 from cula.core.constants import CHUNK, LOWER_BOUND_MIN, MAX_DECODE_TOKENS
 from cula.core.cp_context import from_cp_context
 from cula.core.decode import decode
-from cula.core.fla import check_first_states, check_tokens, decode_few, is_decode, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import (
+    check_first_states,
+    check_floating,
+    is_decode,
+    recurrent,
+    state_layout,
+    swap_layout,
+    warn_of_ignored,
+)
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
 from cula.core.problem import DecodeOptions
@@ -59,7 +67,7 @@ def chunk_kda(
 
     Args:
         q, k, v, g, beta, scale, ...: as in `cula.cula_kda`.
-        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; other dtypes than float32 are converted.
+        initial_state: `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; of other floating point dtypes it is converted.
         lower_bound: bound of the gate; below -5 it is applied outside of the kernel.
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
         cu_seqlens_cpu, use_graph, max_num_seqs: accepted for FLA's callers; not needed.
@@ -75,11 +83,12 @@ def chunk_kda(
     if chunk_size not in (32, 64):
         raise ValueError(f"{who}: `chunk_size` must be either 32 or 64; it is {chunk_size!r}")
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA's callers hand them over in any case
     elif not safe_gate and is_deep(who, lower_bound):
+        checks.check_devices(who, q.device, g=g, A_log=A_log, dt_bias=dt_bias)
         g, use_gate_in_kernel, lower_bound = deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
@@ -150,51 +159,36 @@ def fused_recurrent_kda(
     """
     who = "fused_recurrent_kda"
     warn_of_ignored(who, kwargs, frames=2)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout, frames=2)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     elif is_deep(who, lower_bound):
+        checks.check_devices(who, q.device, g=g, A_log=A_log, dt_bias=dt_bias)
         g, use_gate_in_kernel, lower_bound = deep_gate(who, g, A_log, dt_bias, lower_bound), False, None  # type: ignore[arg-type]
         A_log = dt_bias = None
-    is_short = is_decode(q, cu_seqlens)
-    uses_pool = inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None
-    if uses_pool and not (is_short and inplace_final_state and initial_state is not None):
+    switches: dict[str, Any] = {
+        "scale": scale,
+        "lower_bound": lower_bound,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+    }
+    if not (inplace_final_state or ssm_state_indices is not None or num_accepted_tokens is not None):
+        return recurrent(
+            FAMILY, who, q, k, v, g, beta, A_log, dt_bias, initial_state, switches, out=out,
+            output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, backend=backend,
+        )  # fmt: skip
+    if not (inplace_final_state and initial_state is not None and is_decode(q, cu_seqlens)):
         raise NotImplementedError(
             f"{who}: slots of a pool go with inplace_final_state=True, initial_state= (the pool) and 1 to "
             f"{MAX_DECODE_TOKENS} tokens of every sequence; use cula.cula_kda(..., state_pool=) for more"
         )
-    if not uses_pool:
-        check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
-    if not is_short:
-        options = KdaOptions(
-            scale=scale,
-            lower_bound=lower_bound,
-            use_gate_in_kernel=use_gate_in_kernel,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            output_final_state=output_final_state,
-        )
-        x = KdaInputs(q, k, v, g, beta, A_log, dt_bias, swap_layout(initial_state, state_v_first), cu_seqlens)
-        o, final_state = prefill(FAMILY, x, options, Serving(out=out), backend=backend, who=who)
-        return o, swap_layout(final_state, state_v_first)
     rows = KdaDecodeInputs(
-        q, k, v, initial_state, ssm_state_indices, g, beta, A_log, dt_bias,  # type: ignore[arg-type]
-        num_accepted_tokens=num_accepted_tokens, out=out,
+        q, k, v, initial_state, ssm_state_indices, g, beta, A_log, dt_bias, num_accepted_tokens=num_accepted_tokens, out=out
     )  # fmt: skip
-    of_decode = DecodeOptions(
-        scale=scale,
-        lower_bound=lower_bound,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_is_kv=not state_v_first,
-    )
-    if inplace_final_state:
-        return decode(FAMILY, rows, of_decode, backend=backend, who=who)
-    return decode_few(FAMILY, rows, of_decode, output_final_state, backend, who)
+    return decode(FAMILY, rows, DecodeOptions(state_is_kv=not state_v_first, **switches), backend=backend, who=who)
 
 
 def is_deep(who: str, lower_bound: float | None) -> bool:
@@ -206,6 +200,7 @@ def deep_gate(who: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     """The log decays of such a gate, in float32: applied outside of the kernel."""
     if checks.rank_of(who, "g", g) not in (3, 4):
         raise ValueError(f"{who}: g has shape {checks.shape_of(g)}; expected [B, T, HV, K], or [B, T, HV]: one gate a head")
+    check_floating(who, g=g, A_log=A_log, dt_bias=dt_bias)
     of_head, HV = tuple(g.shape[2:]), g.shape[2]
     z = g.float()
     if dt_bias is not None:

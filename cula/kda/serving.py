@@ -100,7 +100,8 @@ def kda_packed_decode(
     V = initial_state_source.shape[3 if state_layout == "kv" else 2]
     q, k, v = split_packed(who, mixed_qkv, HV, V, K, H)
     g, beta = raw_gates(who, q, v, a, b, has_channels=True)
-    x = KdaDecodeInputs(q, k, v, initial_state_source, initial_state_indices, g, beta, A_log, dt_bias, out=out)
+    slots = one_token_each(initial_state_indices, None, who)
+    x = KdaDecodeInputs(q, k, v, initial_state_source, slots, g, beta, A_log, dt_bias, out=out)
     o, _ = decode_raw(
         FAMILY, x, who=who, scale=scale, lower_bound=lower_bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         null_index=null_index, state_layout=state_layout,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from cula.core import checks
 from cula.core.constants import MAX_DECODE_TOKENS
+from cula.dist import cp, handshake, tp
+from cula.dist.comm import process_group
 from cula.layers.parallel import from_rank_before, shared, size_of, summed
 from cula.layers.parts import LayerCache, ShortConvolution
 
@@ -50,7 +52,9 @@ class LinearAttention(nn.Module):
                 raise ValueError(f"{who}: {name} is {size}; expected 1 or more")
         if num_v_heads % num_heads:
             raise ValueError(f"{who}: num_v_heads is {num_v_heads}; expected a multiple of num_heads = {num_heads}")
-        self.tp_group, self.cp_group, tp_size = tp_group, cp_group, size_of(tp_group)
+        self.tp_group = None if tp_group is None else process_group(who, "tp", tp_group, tp.MESH_DIMS)
+        self.cp_group = None if cp_group is None else process_group(who, "cp", cp_group, cp.MESH_DIMS)
+        tp_size = size_of(self.tp_group)
         if num_heads % tp_size:
             raise ValueError(f"{who}: tp_group has {tp_size} ranks, which do not divide num_heads = {num_heads}")
         self.hidden_size, self.layer_idx, self.conv_size = hidden_size, layer_idx, conv_size
@@ -70,10 +74,15 @@ class LinearAttention(nn.Module):
     def new_cache(self, num_sequences: int) -> LayerCache:
         """A cache of sequences that have no tokens yet."""
         weight = self.q_proj.weight
+        convs, state = self._cache_shapes()
+        with weight.device:  # and not `weight.new_zeros`, which makes sharded tensors of weights that FSDP shares out
+            conv = tuple(torch.zeros(num_sequences, *shape, dtype=weight.dtype) for shape in convs)
+            return LayerCache(conv, torch.zeros(num_sequences, *state, dtype=torch.float32))
+
+    def _cache_shapes(self) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        """What the cache holds of one sequence: past inputs of each convolution, and the state."""
         widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
-        conv = tuple(weight.new_zeros(num_sequences, width, self.conv_size - 1) for width in widths)
-        state = (num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        return LayerCache(conv, weight.new_zeros(state, dtype=torch.float32))
+        return [(width, self.conv_size - 1) for width in widths], (self.num_v_heads, self.head_v_dim, self.head_k_dim)
 
     @torch.no_grad()
     def load_whole(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -83,13 +92,21 @@ class LinearAttention(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: parameters {sorted(mine.keys() ^ state_dict.keys())} are in one of both only"
             )
-        rank = 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+        shares = {name: self._share(name, state_dict[name], parameter.shape) for name, parameter in mine.items()}
         for name, parameter in mine.items():
-            whole = state_dict[name]
-            for dim, size in enumerate(parameter.shape):
-                if whole.shape[dim] != size:
-                    whole = whole.narrow(dim, rank * size, size)
-            parameter.copy_(whole)
+            parameter.copy_(shares[name])
+
+    def _share(self, name: str, whole: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's part of a parameter, which has its heads in one dimension or none."""
+        ranks, rank = size_of(self.tp_group), 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+        share = whole
+        for dim, size in enumerate(shape):
+            if whole.dim() == len(shape) and whole.shape[dim] == size * ranks:
+                share = share.narrow(dim, rank * size, size)
+        if share.shape != shape:
+            each = "" if ranks == 1 else f" on each of {ranks} ranks"
+            raise ValueError(f"{type(self).__name__}: {name} has shape {list(whole.shape)}; the layer's is {list(shape)}{each}")
+        return share
 
     def forward(self, hidden_states: Tensor, *, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """
@@ -101,7 +118,10 @@ class LinearAttention(nn.Module):
         Returns:
             `[B, T, hidden_size]`.
         """
-        self._check(hidden_states, cache, cu_seqlens)
+        if self.cp_group is None:
+            self._check(hidden_states, cache, cu_seqlens)
+        else:
+            self._check_with_ranks(hidden_states, cache, cu_seqlens)
         x = shared(hidden_states, self.tp_group)
         q, k, v = self._convolved((self.q_proj(x), self.k_proj(x), self.v_proj(x)), cache, cu_seqlens)
         q, k, v = (t.unflatten(-1, (-1, d)) for t, d in zip((q, k, v), (self.head_k_dim, self.head_k_dim, self.head_v_dim)))
@@ -123,6 +143,9 @@ class LinearAttention(nn.Module):
             raise ValueError(f"{who}: hidden_states is {list(hidden_states.shape)}; expected [B, T, {self.hidden_size}]")
         if self.cp_group is not None and (cache is not None or cu_seqlens is not None):
             raise NotImplementedError(f"{who}: cache= and cu_seqlens= do not go with a cp_group; use cula.dist for those")
+        needed = self.conv_size - 1 if self.cp_group is not None and self.use_short_conv else 0
+        if hidden_states.shape[1] < needed:
+            raise ValueError(f"{who}: {hidden_states.shape[1]} tokens on a rank of cp_group; a convolution needs {needed}")
         if cu_seqlens is not None:  # before a convolution reads them
             checks.check_cu_seqlens(who, cu_seqlens, hidden_states, "hidden_states")
             has_values = not (torch.compiler.is_compiling() or checks.has_no_data(cu_seqlens))
@@ -134,14 +157,25 @@ class LinearAttention(nn.Module):
             raise checks.ArgumentTypeError(
                 f"{who}: cache is {type(cache).__name__}; expected a LayerCache, which new_cache makes"
             )
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.q_proj.weight.requires_grad):
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise ValueError(f"{who}: a cache is for inference; call the layer under torch.no_grad()")
         N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cache.recurrent.shape[0] != N:
             raise ValueError(f"{who}: the cache is of {cache.recurrent.shape[0]} sequences; the call has {N}")
-        state = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        if cache.recurrent.shape[1:] != state or bool(cache.conv) != bool(self.use_short_conv):
+        convs, state = self._cache_shapes()
+        if cache.recurrent.shape[1:] != state:
             raise ValueError(f"{who}: the cache is another layer's: a sequence has the state {list(state)} here; use new_cache")
+        if [tuple(t.shape[1:]) for t in cache.conv] != convs:
+            raise ValueError(f"{who}: the cache is another layer's: convolutions keep inputs {convs} here; use new_cache")
+
+    @torch.compiler.disable
+    def _check_with_ranks(self, hidden_states: Tensor, cache: LayerCache | None, cu_seqlens: Tensor | None) -> None:
+        """`_check`, and what the ranks of `cp_group` must have in common before they hand on inputs of convolutions."""
+        who, device = type(self).__name__, hidden_states.device
+        with handshake.announced_refusal(who, self.cp_group, device):
+            self._check(hidden_states, cache, cu_seqlens)
+        signature = (("B", hidden_states.shape[0]), ("dtype", str(hidden_states.dtype)))
+        handshake.agree(who, signature, self.cp_group, device)
 
     def _convolved(self, qkv: tuple[Tensor, ...], cache: LayerCache | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
         if not self.use_short_conv:
@@ -157,10 +191,8 @@ class LinearAttention(nn.Module):
         return tuple(out)
 
     def _of_rank_before(self, t: Tensor) -> Tensor:
-        W = self.conv_size
-        if t.shape[1] < W - 1:
-            raise ValueError(f"{type(self).__name__}: {t.shape[1]} tokens on a rank of cp_group; a convolution needs {W - 1}")
-        return from_rank_before(t[:, t.shape[1] - (W - 1) :].transpose(1, 2).contiguous(), self.cp_group)
+        last = t[:, t.shape[1] - (self.conv_size - 1) :]
+        return from_rank_before(last.transpose(1, 2).contiguous(), self.cp_group)
 
     def _cp(self) -> dict[str, Any]:
         return {

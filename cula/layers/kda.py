@@ -31,8 +31,8 @@ class KimiDeltaAttention(LinearAttention):
             outside of them; then `safe_gate` cannot be promised.
         layer_idx: kept for the reader.
         norm_eps: of the output norm.
-        tp_group: heads are shared out over this process group: a rank has the parameters of its heads.
-        cp_group: tokens are shared out over this process group: a rank takes and returns its slice.
+        tp_group: heads are shared out over this process group or `DeviceMesh`: a rank has the parameters of its heads.
+        cp_group: tokens are shared out over this process group or `DeviceMesh`: a rank takes and returns its slice.
 
     Example:
         >>> import torch

@@ -59,7 +59,7 @@ class LightningAttention(LinearAttention):
         self.all_heads = num_heads
         self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
         self.o_norm = nn.RMSNorm(self.value_dim, norm_eps)
-        first = 0 if tp_group is None else torch.distributed.get_rank(tp_group) * self.num_heads
+        first = 0 if self.tp_group is None else torch.distributed.get_rank(self.tp_group) * self.num_heads
         factor = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
         self._decays = [2.0 ** (-8 * (head + 1) / num_heads) * factor for head in range(first, first + self.num_heads)]
         self.register_buffer("decay", torch.tensor(self._decays, dtype=torch.float32), persistent=False)

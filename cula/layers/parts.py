@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass
 class LayerCache:
-    """What a layer remembers of N sequences. Layers write into these tensors, so that a CUDA graph may, too."""
+    """What a layer remembers of N sequences. Layers write into these tensors, so that a CUDA graph may, too.
 
-    conv: tuple[Tensor, ...]  # of each convolution the last W - 1 inputs, [N, D, W - 1]
-    recurrent: Tensor  # [N, HV, V, K] float32
+    No dataclass: FSDP casts the tensors of those in a copy, where writes would be lost.
+    """
+
+    def __init__(self, conv: tuple[Tensor, ...], recurrent: Tensor) -> None:
+        self.conv = conv  # of each convolution the last W - 1 inputs, [N, D, W - 1]
+        self.recurrent = recurrent  # [N, HV, V, K] float32
 
 
 class ShortConvolution(nn.Conv1d):
@@ -54,7 +55,7 @@ class ShortConvolution(nn.Conv1d):
         y = x.new_zeros(()) if self.bias is None else self.bias
         for back in range(W):
             tap = F.pad(x, (0, 0, back, 0))[:T]
-            if past is None:
+            if past is None or back == 0:  # the token itself
                 before = x.new_zeros(())
             else:
                 before = past[of, :, (W - 1 - back + position).clamp_max(W - 2)].to(x.dtype)
@@ -65,6 +66,8 @@ class ShortConvolution(nn.Conv1d):
     def remember(self, past: Tensor, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
         """Write the last W - 1 inputs of each sequence into `past` `[N, D, W - 1]`."""
         W = self.kernel_size[0]
+        if W == 1:
+            return
         if cu_seqlens is None:
             past.copy_(torch.cat([past, x.transpose(1, 2).to(past.dtype)], -1)[:, :, x.shape[1] :])
             return

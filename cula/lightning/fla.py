@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.fla import check_first_states, check_tokens, refuse_head_first, state_layout, swap_layout, warn_of_ignored
+from cula.core.fla import (
+    check_first_states,
+    check_floating,
+    refuse_head_first,
+    state_layout,
+    swap_layout,
+    warn_of_ignored,
+)
 from cula.core.prefill import prefill
 from cula.lightning.family import FAMILY
 from cula.lightning.problem import LightningInputs, LightningOptions
@@ -99,7 +106,7 @@ def chunk_lightning_attn(
     who = "chunk_lightning_attn"
     refuse_head_first(head_first)
     warn_of_ignored(who, kwargs)
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     H = q.shape[2]
     slopes = (8 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float32, device=q.device)
     return _simple_gla(who, q, k, v, None, -slopes, scale, initial_state, output_final_state, False, cu_seqlens, backend)
@@ -124,9 +131,10 @@ def _simple_gla(
             f"{who}: g makes decays depend on data, which Lightning Attention does not have; pass g_gamma= (one decay a head), "
             "or use cula.cula_kda with one gate a head"
         )
-    check_tokens(who, q, k, v)
+    checks.check_tokens(who, q=q, k=k, v=v)
     if g_gamma is None:  # FLA's default: nothing is forgotten
         g_gamma = torch.zeros(v.shape[2], dtype=torch.float32, device=q.device)
+    check_floating(who, g_gamma=g_gamma)
     check_first_states(who, q, v, initial_state, state_v_first, cu_seqlens)
     gamma = checks.reshaped(who, "g_gamma", g_gamma, "[H]", (v.shape[2],))
     x = LightningInputs(q, k, v, -gamma.float(), swap_layout(initial_state, state_v_first), cu_seqlens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula.core.checks import check_int32_offsets, check_tensor
+from cula.core.checks import check_cu_seqlens, check_int32_offsets, check_tokens
 from cula.core.constants import CHUNK
 from cula.core.pool import Serving
 from cula.core.prefill import prefill
@@ -51,10 +51,9 @@ def lightning_attn_fwd_varlen(
         persistent: accepted for existing callers; scheduling is the kernel's business.
     """
     who = "lightning_attn_fwd_varlen"
-    for name, t in (("Q", Q), ("K", K), ("V", V)):
-        check_tensor(who, name, t)
+    check_tokens(who, Q=Q, K=K, V=V)
     check_int32_offsets(who, cu_seqlens)
-    N = cu_seqlens.shape[0] - 1
+    N = check_cu_seqlens(who, cu_seqlens, Q, "Q")
     if state_pool is None:
         if initial_state_indices is not None:
             raise ValueError(f"{who}: initial_state_indices was given without state_pool")

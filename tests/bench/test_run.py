@@ -211,6 +211,16 @@ def test_the_command_is_installed_under_its_name():
 def test_a_device_that_there_is_not_is_a_sentence(capsys):
     assert main(["run", "decode", "--device", "gpu"]) == 2
     assert "--device gpu: torch knows no such device" in capsys.readouterr().err
+    assert main(["run", "decode", "--device", "meta"]) == 2
+    assert "--device meta: nothing can be measured there; use --device cpu or cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--t", "--h", "--hv", "--b", "--lens", "--k", "--v", "--shapes-limit"])
+@pytest.mark.parametrize("value", ["0", "-2"])
+def test_sizes_are_at_least_one(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "decode", f"{option}={value}", "--out", "unwritten.json"])
+    assert f"argument {option}: expected 1 or more; got {value}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -46,3 +46,12 @@ def test_kda_chains(monkeypatch, capsys):
     cells = dict(zip(names, row))
     assert cells["segments, chained"] == "16 of 1, 6 of 3"
     assert cells["fast"] == "0 of 1" and cells["slow"] == "1 of 1; 5 -> 5"
+
+
+def test_gdn_pieces(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gdn_pieces.py", "--tokens=2048"])
+    runpy.run_path(str(BENCHMARKS / "gdn_pieces.py"), run_name="__main__")
+    names, _, row = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    cells = dict(zip(names, row))
+    assert (cells["pieces"], cells["mapped"]) == ("8", "14")
+    assert cells["fast"] == "9 -> 5 (9 -> 5)" and cells["slow"] == "14 -> 14 (14 -> 14)"

@@ -322,6 +322,26 @@ DECODE_CASES = {
         ValueError,
         ("num_accepted_tokens", "T = 2"),
     ),
+    "accepted counts out of range, without indices": (
+        {
+            "num_accepted_tokens": torch.tensor([1, 0, 9]),
+            "intermediate_states": torch.zeros(3, 2, 4, 16, 8),
+            "state": torch.zeros(3, 4, 16, 8),
+            "state_indices": None,
+        },
+        ValueError,
+        ("num_accepted_tokens", "T = 2"),
+    ),
+    "accepted counts beyond the slots of a row": (
+        {
+            "num_accepted_tokens": torch.tensor([1, 0, 3]),
+            "intermediate_states": torch.zeros(3, 3, 4, 16, 8),
+            "state": torch.zeros(9, 4, 16, 8),
+            "state_indices": torch.tensor([[0, 1], [-1, -1], [4, 5]]),
+        },
+        ValueError,
+        ("num_accepted_tokens", "T = 2"),
+    ),
     "intermediate states of another shape": (
         {"intermediate_states": torch.zeros(3, 1, 4, 16, 8)},
         ValueError,
@@ -335,7 +355,12 @@ DECODE_CASES = {
     "a row outside of the buffer": (
         {"intermediate_state_indices": torch.tensor([0, 1, 4]), "intermediate_states": torch.zeros(4, 2, 4, 16, 8)},
         ValueError,
-        ("intermediate_state_indices", "4 slots"),
+        ("intermediate_state_indices holds 4, but intermediate_states has 4 rows (0 to 3)",),
+    ),
+    "a row of the buffer named twice": (
+        {"intermediate_state_indices": torch.tensor([0, 1, 1]), "intermediate_states": torch.zeros(4, 2, 4, 16, 8)},
+        ValueError,
+        ("intermediate_state_indices names a row twice: [0, 1, 1]",),
     ),
     "offsets of a batch": ({"cu_seqlens": torch.tensor([0, 2, 4, 6])}, ValueError, ("cu_seqlens", "B == 1")),
     "offsets of other rows": (RAGGED | {"cu_seqlens": torch.tensor([0, 2, 6])}, ValueError, ("2 rows", "state_indices")),
@@ -395,6 +420,17 @@ def test_text_is_no_scale(text):
         (cula.cula_decode, decode_arguments(scale=text)),
     ):
         assert_refused(function, arguments, ArgumentTypeError, f"scale is {text!r}; expected a number")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 4, 16, 8)])
+def test_a_tensor_that_is_no_scale_is_told_by_its_shape(shape):
+    """As where a state stands in the place of `scale`."""
+    message = f"scale is a tensor of shape {list(shape)}; expected a number"
+    for function, arguments in (
+        (cula.cula_kda, kda_arguments(scale=torch.zeros(shape))),
+        (cula.cula_decode, decode_arguments(scale=torch.zeros(shape))),
+    ):
+        assert_refused(function, arguments, ArgumentTypeError, message)
 
 
 def test_training_with_inference_only_arguments_is_refused():
@@ -476,3 +512,29 @@ def test_cula_check_lets_good_calls_pass(monkeypatch):
     cula.cula_kda(**kda_arguments())
     cula.cula_lightning(**lightning_arguments())
     cula.cula_decode(**decode_arguments())
+
+
+PADDED = {
+    "rows": {},
+    "rows with slots for drafts": {
+        "state_indices": torch.tensor([[0, 1], [2, -1], [3, 4]]),
+        "num_accepted_tokens": torch.tensor([1, 2, 0]),
+    },
+    "packed rows": {n: t[:, :1].transpose(0, 1) for n, t in decode_arguments().items() if n in ("q", "k", "v", "g", "beta")},
+    "ragged rows": RAGGED | {"cu_seqlens": torch.tensor([0, 2, 5, 7])},
+}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_cula_check_reads_no_padding(kind, monkeypatch):
+    """A padded row, here the second, may hold anything, and so may tokens that are nobody's; a row that is read may not."""
+    monkeypatch.setenv("CULA_CHECK", "1")
+    arguments = decode_arguments(**PADDED[kind])
+    padding = {"packed rows": (0, [1]), "ragged rows": (0, [2, 3, 4, 7, 8])}.get(kind, 1)
+    for name in ("q", "k", "v", "g", "beta"):
+        arguments[name] = arguments[name].clone()
+        arguments[name][padding] = float("nan") if name != "g" else 1.0
+    cula.cula_decode(**arguments)
+    arguments["v"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="v holds NaN or Inf"):
+        cula.cula_decode(**arguments)

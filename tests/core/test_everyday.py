@@ -115,6 +115,12 @@ def test_tensors_without_data_give_shapes(family, kind):
         assert (a.shape, a.dtype) == (b.shape, b.dtype) and checks.has_no_data(a)
 
 
+def test_states_of_packed_sequences_without_data_have_no_shape():
+    t = {n: x if x is None else x.to("meta") for n, x in KdaCall(lens=(3, 70), initial_state=False).tensors().items()}
+    with pytest.raises(NotImplementedError, match="depends on data; call it on tensors with data, outside"):
+        cula.cula_kda(**t, return_intermediate_states=True)
+
+
 @pytest.mark.parametrize("family", CALLS)
 def test_a_traced_call_is_an_operator(family):
     """`make_fx` on tensors with data, twice, so that a call seen before is traced too: the graph serves other data."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.library operators: opcheck, and models that torch.compile takes whole."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,23 @@ def test_compile_runs_the_checks_of_decode():
             compiled(given | change)
 
 
+def test_a_misspelt_keyword_names_the_right_one_under_the_compiler_too():
+    torch._dynamo.reset()
+    t = KdaCall(T=1, B=2, initial_state=False).tensors()
+    tokens = {n: t[n] for n in ("q", "k", "v", "g", "beta")}
+    for function, given, message in (
+        (cula.cula_kda, {"A_logs": None}, "cula_kda: unknown keyword argument 'A_logs'; did you mean 'A_log'?"),
+        (
+            cula.cula_decode,
+            {"state": torch.zeros(2, 2, 32, 32), "state_index": None},
+            "'state_index'; did you mean 'state_indices'?",
+        ),
+    ):
+        compiled = torch.compile(lambda given, function=function: function(**given)[0], fullgraph=True, backend="aot_eager")
+        with pytest.raises((TypeError, RuntimeError), match=re.escape(message)):
+            compiled(tokens | given)
+
+
 def test_gradient_of_only_the_final_state():
     t = leaves(KdaCall(T=20).tensors())
     inputs = [x for x in t.values() if x is not None]
@@ -209,9 +227,14 @@ def test_gradient_of_only_the_final_state():
     assert dk.any()
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("loss", [lambda o: o.square().sum(), lambda o: o.sum()], ids=["square", "sum"])
+def test_second_derivatives_are_refused(loss):
+    """Whether the gradient that comes in requires one or, as that of a sum, does not; gradients themselves are as ever."""
     q = torch.randn(1, 4, 1, 32, requires_grad=True)
     o, _ = cula.cula_lightning(q, q, q, torch.ones(1))
-    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    (want,) = torch.autograd.grad(loss(o), q, retain_graph=True)
+    (dq,) = torch.autograd.grad(loss(o), q, create_graph=True)
+    assert torch.equal(dq, want)
+    for differentiate in (lambda y: torch.autograd.grad(y, q, allow_unused=True), torch.Tensor.backward):
+        with pytest.raises(NotImplementedError, match="create_graph=True"):
+            differentiate(dq.sum())

@@ -45,6 +45,10 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
     out["bad-sizes"] = bad_sizes
     out["remembered"] = remembered
     out["gather-disagrees"] = gather_disagrees
+    out["hybrid-refused"] = hybrid_refused
+    out["hybrid-all-refuse"] = hybrid_all_refuse
+    if world == 4:
+        out["mesh-refused"] = mesh_refused
     return out
 
 
@@ -71,11 +75,47 @@ def all_refuse(rank: int, world: int) -> dict[str, Any]:
     return {"error": error, "seconds": seconds}
 
 
+def hybrid_refused(rank: int, world: int) -> dict[str, Any]:
+    """Heads that cannot be shared out, on the last rank of those that share tokens."""
+    sizes = {"tp_group": None, "tp_size": 2, "tp_rank": 0, "sp_group": None, "sp_size": world, "sp_rank": rank}
+    is_odd = rank == world - 1
+    error = _error_of(lambda: cula_kda_tp_cp(*_tokens(HV=3 if is_odd else 4), **sizes))
+    cula_kda_tp_cp(*_tokens(HV=4), **sizes)
+    return {"error": error, "is_odd": is_odd}
+
+
+def hybrid_all_refuse(rank: int, world: int) -> dict[str, Any]:
+    """A `tp_size` that does not divide the heads: each rank raises by itself, at once."""
+    sizes = {"tp_group": None, "tp_size": 3, "tp_rank": 0, "sp_group": None, "sp_size": world, "sp_rank": rank}
+    started = time.monotonic()
+    error = _error_of(lambda: cula_kda_tp_cp(*_tokens(HV=4), **sizes))
+    return {"error": error, "seconds": time.monotonic() - started}
+
+
+def mesh_refused(rank: int, world: int) -> dict[str, Any]:
+    """The same, and a call that level 1 refuses, with gathered heads: ranks that share heads with the refused ones hear of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    sp_rank, tp_rank = mesh.get_local_rank("cp"), mesh.get_local_rank("tp")
+    sizes = {"tp_group": mesh, "tp_size": 2, "tp_rank": tp_rank, "sp_group": mesh, "sp_size": 2, "sp_rank": sp_rank}
+    bad = _tokens(HV=4)
+    bad[4] = bad[4][:, 1:]
+    errors = []
+    for odd in (_tokens(HV=3), bad):
+        x = odd if rank == 3 else _tokens(HV=4)
+        errors.append(_error_of(functools.partial(cula_kda_tp_cp, *x, gather_output=True, **sizes)))
+        cula_kda_tp_cp(*_tokens(HV=4), gather_output=True, **sizes)
+    return {"errors": errors}
+
+
+def _tokens(**spec: Any) -> list[Any]:
+    return [make(Spec(slices=(20,), **spec))[name] for name in TOKENS["kda"]]
+
+
 def bad_sizes(rank: int, world: int) -> dict[str, str]:
     """ValueError before any message: only rank 0 makes these calls."""
     if rank != 0:
         return {}
-    x = [make(Spec(slices=(20,)))[name] for name in TOKENS["kda"]]
+    x = _tokens()
     cp = functools.partial(cula_kda_cp, *x)
     tp = functools.partial(cula_kda_tp, *x)
     mesh = {"sp_group": None, "sp_size": world, "sp_rank": 0}
@@ -85,10 +125,11 @@ def bad_sizes(rank: int, world: int) -> dict[str, str]:
         "sp_rank": lambda: cp(sp_group=None, sp_size=world, sp_rank=1),
         "sp_rank range": lambda: cp(sp_group=None, sp_size=world, sp_rank=world),
         "group": lambda: cp(sp_group="world", sp_size=world, sp_rank=0),
+        "not in the group": lambda: cp(sp_group=dist.GroupMember.NON_GROUP_MEMBER, sp_size=world, sp_rank=0),
         "tp_size": lambda: tp(tp_size=3, tp_rank=0),
         "tp_group": lambda: tp(tp_size=world + 1, tp_rank=0, tp_group=dist.group.WORLD),
         "tp_rank": lambda: tp(tp_size=2, tp_rank=2),
-        "tp_size in both": lambda: cula_kda_tp_cp(*x, tp_group=None, tp_size=3, tp_rank=0, **mesh),
+        "tp_rank in both": lambda: cula_kda_tp_cp(*x, tp_group=None, tp_size=2, tp_rank=2, **mesh),
         "nvshmem": lambda: cp(nvshmem_backend=True, **mesh),
         "nvshmem in tp": lambda: tp(nvshmem_backend=True),
     }
@@ -110,8 +151,7 @@ def remembered(rank: int, world: int) -> int:
 
 def gather_disagrees(rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    x = make(Spec(slices=(20,), HV=4, V=8 if rank == 1 else 12))
-    tensors = [x[name] for name in TOKENS["kda"]]
+    tensors = _tokens(HV=4, V=8 if rank == 1 else 12)
     options = {"tp_group": mesh, "tp_size": world, "tp_rank": rank, "gather_output": True}
     return {"error": _error_of(lambda: cula_kda_tp(*tensors, **options))}
 

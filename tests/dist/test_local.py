@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -109,6 +110,17 @@ def test_one_rank_alone_needs_no_group(lengths, sp_mode):
     assert all(relative_error(leaf.grad, want["d" + name]) < 2e-5 for name, leaf in leaves.items())
 
 
+def test_second_derivatives_of_a_rank_alone_are_refused():
+    x = make(Spec(slices=(5,)))
+    q, *rest = (x[name] for name in TOKENS["kda"])
+    q.requires_grad_()
+    o, _ = cula_dist.cula_kda_cp(q, *rest, **ALONE)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    for differentiate in (lambda y: torch.autograd.grad(y, q, allow_unused=True), torch.Tensor.backward):
+        with pytest.raises(NotImplementedError, match="create_graph=True"):
+            differentiate(dq.sum())
+
+
 def test_hybrid_of_one_rank():
     x = make(Spec("lightning", slices=(20,), H=1, HV=2))
     arguments = [x[name] for name in (*TOKENS["lightning"], "decay")]
@@ -164,7 +176,7 @@ def test_tp_shares_pools_and_outputs_as_views():
         ({"initial_state": torch.zeros(1, 2, 12, 16).double()}, TypeError, "float32"),
         ({"state_pool": torch.zeros(1)}, NotImplementedError, "state_pool= is not available over ranks"),
         ({"return_intermediate_states": True}, NotImplementedError, "return_intermediate_states"),
-        ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not available over ranks"),
+        ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True .* is not available over ranks"),
         ({"use_gates": True}, TypeError, "unknown keyword argument 'use_gates'"),
         ({"cp_moed": "ring"}, TypeError, "unknown keyword argument 'cp_moed'; did you mean 'cp_mode'"),
         ({"use_gate_in_kernel": True, "A_logs": torch.zeros(2)}, TypeError, "'A_logs'; did you mean 'A_log'"),
@@ -176,6 +188,32 @@ def test_bad_arguments(options, error, words):
     x = make(Spec(slices=(20,)))
     with pytest.raises(error, match=words):
         cula_dist.cula_kda_cp(*(x[name] for name in TOKENS["kda"]), **(ALONE | options))
+
+
+@pytest.mark.parametrize("function", [cula_dist.cula_kda_cp, cula_dist.cula_kda_tp], ids=["cp", "tp"])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("v", lambda t: t * float("nan"), "v holds NaN or Inf"),
+        ("g", lambda t: -t, "g holds a positive log decay"),
+        ("initial_state", lambda t: t / 0, "initial_state holds NaN or Inf"),
+    ],
+)
+def test_values_are_checked_as_on_one_rank(name, change, words, function, monkeypatch):
+    spec = Spec(slices=(20,), has_h0=True)
+    x = make(spec)
+    x[name] = change(x[name])
+    options = {"initial_state": x["initial_state"]} | (ALONE if function is cula_dist.cula_kda_cp else SOLE)
+    monkeypatch.setenv("CULA_CHECK", "1")
+    with pytest.raises(ValueError, match=words):
+        function(*(x[n] for n in TOKENS["kda"]), **options)
+
+
+def test_batch_invariance_by_the_environment_is_refused_as_by_keyword(monkeypatch):
+    monkeypatch.setenv("CULA_BATCH_INVARIANT", "1")
+    x = make(Spec(slices=(20,)))
+    with pytest.raises(NotImplementedError, match=r"batch_invariant=True \(or CULA_BATCH_INVARIANT=1\) is not available"):
+        cula_dist.cula_kda_cp(*(x[name] for name in TOKENS["kda"]), **ALONE)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +254,13 @@ def test_tie_gives_exact_zeros():
     assert y.grad.tolist() == [1, 1]
 
 
-def test_compiled_code_breaks_the_graph_around_a_call():
+@pytest.mark.parametrize("call", [functools.partial(cula_dist.cula_kda_cp, **ALONE), cula_dist.cula_kda_tp], ids=["cp", "tp"])
+def test_compiled_code_breaks_the_graph_around_a_call(call):
     x = make(Spec(slices=(20,)))
     tokens = [x[name] for name in TOKENS["kda"]]
 
     def layer(*tokens):
-        return cula_dist.cula_kda_cp(*tokens, **ALONE)[0] * 2
+        return call(*tokens)[0] * 2
 
     assert relative_error(torch.compile(layer, backend="eager")(*tokens), layer(*tokens)) < 1e-6
 

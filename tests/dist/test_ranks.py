@@ -62,11 +62,17 @@ def test_faults(world, name):
             assert error.startswith(expected), f"{what}: {error}"
         assert "use a torch.distributed process group" in errors["nvshmem"]
         assert "does not divide the 2 value heads" in errors["tp_size"]
+        assert "this process is not in sp_group" in errors["not in the group"]
     elif name == "remembered":
         assert values == [0] * world
-    elif name == "all-refuse":
-        assert all("beta has shape" in v["error"] and v["seconds"] < 5 for v in values)
-    elif name in ("refused", "first-rank-refuses", "unknown-keyword"):
+    elif name in ("all-refuse", "hybrid-all-refuse"):
+        words = "kda_cp: beta has shape" if name == "all-refuse" else "kda_tp_cp: tp_size = 3 does not divide the 4 value heads"
+        assert all(v["error"].startswith(f"ValueError: cula_{words}") and v["seconds"] < 5 for v in values)
+    elif name == "mesh-refused":
+        heads, beta = zip(*(v["errors"] for v in values))
+        assert all("tp_size = 2 does not divide the 3 value heads" in error for error in heads), heads
+        assert all("beta has shape [1, 19, 2]" in error for error in beta), beta
+    elif name in ("refused", "first-rank-refuses", "unknown-keyword", "hybrid-refused"):
         others = {v["error"] for v in values if not v["is_odd"]}
         (own,) = (v["error"] for v in values if v["is_odd"])
         assert len(others) == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,10 +114,34 @@ def test_bad_arguments(arguments, words):
         split_cu_seqlens_for_sp(*arguments)
 
 
-def test_offsets_are_read_again_after_a_change():
-    cu_seqlens = torch.tensor([0, 5])
-    assert host_offsets(cu_seqlens, "test") == (0, 5)
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on no CPU, and counts how often it is read."""
+
+    is_cpu, reads = False, 0
+
+    def tolist(self):
+        Elsewhere.reads += 1
+        return super().tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Elsewhere])
+def test_offsets_are_read_again_after_a_change(kind):
+    cu_seqlens = torch.tensor([0, 5]).as_subclass(kind)
+    Elsewhere.reads = 0
+    for _ in range(2):
+        assert host_offsets(cu_seqlens, "test") == (0, 5)
     cu_seqlens[1] = 7
+    for _ in range(2):
+        assert host_offsets(cu_seqlens, "test") == (0, 7)
+    assert Elsewhere.reads == (2 if kind is Elsewhere else 0)
+
+
+def test_offsets_that_share_their_memory_are_read_each_time():
+    """As of a data loader that fills one array of NumPy's again and again."""
+    array = np.array([0, 5])
+    cu_seqlens = torch.from_numpy(array)
+    assert host_offsets(cu_seqlens, "test") == (0, 5)
+    array[1] = 7
     assert host_offsets(cu_seqlens, "test") == (0, 7)
 
 

@@ -152,6 +152,30 @@ def test_beta_in_the_place_of_gk_is_named(T):
         fused_recurrent_gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"])
 
 
+@pytest.mark.parametrize("T", [3, 20])
+def test_what_is_wrong_beside_gk_is_told_of_the_function_that_was_called(T):
+    t = GdnCall(T=T, initial_state=False).tensors()
+    t = {n: t[n] for n in ("q", "k", "v", "g", "beta")}
+    t["gk"] = -torch.rand(*t["v"].shape[:3], t["q"].shape[-1])
+    for wrong, message in (
+        ({"beta": t["beta"][..., :1]}, "beta has shape"),
+        ({"q": t["q"].double()}, "q has dtype float64"),
+        ({"gk": t["gk"].to("meta")}, "gk is on meta but q is on cpu"),
+        ({"g": t["g"].to(torch.complex64)}, "g has dtype complex64; expected floating point numbers"),
+    ):
+        with pytest.raises(ValueError, match=f"fused_recurrent_gated_delta_rule: {message}"):
+            fused_recurrent_gated_delta_rule(**t | wrong)
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_integers_are_not_brought_to_the_widest_dtype(function):
+    t = GdnCall(T=3, initial_state=False).tensors()
+    t = {n: t[n] for n in ("q", "k", "v", "g", "beta")}
+    for name in "qkv":
+        with pytest.raises(TypeError, match=f"{function.__name__}: {name} has dtype int8; expected bfloat16, float16, float32"):
+            function(**t | {name: t[name].to(torch.int8)})
+
+
 def test_chunk_sizes_and_unused_arguments_change_nothing():
     t = GdnCall(lens=(7, 13)).tensors() | {"initial_state": None}
     want, _ = chunk_gated_delta_rule(**t)

@@ -48,6 +48,15 @@ def test_enable_says_what_it_did_and_disable_undoes_it():
     assert simple_gla.ChunkSimpleGLAFunction is before
 
 
+def test_enable_adds_what_was_left_off(monkeypatch):
+    """FLA registered by itself, without what its models need on a CPU: on a machine without a GPU, `enable` brings that."""
+    pytest.importorskip("fla.backends", reason="needs flash-linear-attention 0.6")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cula.integrations.fla.register()
+    assert "fla.modules.norm.l2norm.l2norm_fwd" in cula.integrations.enable()["fla"]
+    assert cula.integrations.enable()["fla"] == "was on"
+
+
 def test_enable_says_that_the_environment_turns_it_off(monkeypatch):
     pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
     monkeypatch.setenv("FLA_CULA", "0")

@@ -118,6 +118,18 @@ def test_a_recurrent_call_on_a_pool():
     assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
 
 
+def test_first_states_of_one_value_channel_may_be_transposed():
+    """torch takes them for contiguous as they are: the stride of a dimension of one is never taken."""
+    t = KdaCall(T=1, V=1).tensors()
+    states = {
+        v_first: t | {"initial_state": t["initial_state"] if v_first else t["initial_state"].mT} for v_first in (True, False)
+    }
+    (o, state), (o_kv, state_kv) = (
+        fused_recurrent_kda(**of, output_final_state=True, state_v_first=v_first) for v_first, of in states.items()
+    )
+    assert torch.equal(o, o_kv) and torch.equal(state, state_kv.mT)
+
+
 def test_initial_states_of_other_dtypes_are_converted():
     t = KdaCall(T=20).tensors()
     h0 = t["initial_state"].bfloat16()
@@ -228,6 +240,27 @@ def test_what_is_wrong_with_a_deep_gate_is_named(function):
         function(**t | {"dt_bias": torch.zeros(2)})
     with pytest.raises(TypeError, match="lower_bound is 'deep'; expected a number"):
         function(**t | {"lower_bound": "deep"})
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_a_deep_gate_takes_real_numbers_on_one_device(function):
+    t = KdaCall(T=4, gate="softplus").tensors() | {"use_gate_in_kernel": True, "lower_bound": -9.0, "state_v_first": True}
+    function(**t)
+    for name in ("g", "A_log", "dt_bias"):
+        with pytest.raises(TypeError, match=f"{function.__name__}: {name} has dtype int8; expected floating point numbers"):
+            function(**t | {name: t[name].to(torch.int8)})
+        with pytest.raises(ValueError, match=f"{function.__name__}: {name} is on meta but q is on cpu"):
+            function(**t | {name: t[name].to("meta")})
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", FLAS)
+def test_first_states_of_integers_are_refused(name, T):
+    t = KdaCall(T=T, scalar_gate="kda" not in name).tensors()
+    names = ("q", "k", "v") if "simple_gla" in name else ("q", "k", "v", "g", "beta")
+    of = {n: t[n] for n in names} | {"initial_state": t["initial_state"].long()}
+    with pytest.raises(TypeError, match=f"{name}: initial_state has dtype int64; expected floating point numbers"):
+        FLAS[name](**of)
 
 
 def test_names_are_the_callers():

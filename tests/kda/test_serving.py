@@ -130,3 +130,22 @@ def test_a_packed_call_names_what_is_not_packed(step):
         kda_packed_decode(rows, *gates, pool[0], slots, **sizes)
     with pytest.raises(ValueError, match="kda_packed_decode: a has shape"):
         kda_packed_decode(rows, t["g"][1:], *gates[1:], pool, slots, **sizes)
+    with pytest.raises(ValueError, match=r"initial_state_source has shape \[4, 4, 16, 0\]; \[HV, V, K\] must be positive"):
+        kda_packed_decode(rows, *gates, pool[:4, ..., :0], slots, **sizes)
+
+
+def test_slots_and_offsets_say_one_token_a_row(step):
+    """Slots `[1, N]` would be those of N tokens of one row."""
+    _, t, pool, slots = step
+    tokens = {n: t[n].transpose(0, 1) for n in ("q", "k", "v", "g", "beta")}
+    packed = [t["A_log"], t["dt_bias"], *tokens.values(), pool]
+    rows = torch.randn(N, 2 * H * K + HV * V)
+    before = pool.clone()
+    for bad, shape in ((slots[None], r"\[1, 3\]"), (slots[0], r"\[\]")):
+        with pytest.raises(ValueError, match=rf"kda_decode: initial_state_indices has shape {shape}; expected \[N\]"):
+            kda_decode(*packed, bad)
+        with pytest.raises(ValueError, match=rf"kda_packed_decode: initial_state_indices has shape {shape}; expected \[N\]"):
+            kda_packed_decode(rows, t["g"], t["beta"], t["A_log"], t["dt_bias"], pool, bad, num_heads=H, head_dim_k=K)
+    with pytest.raises(TypeError, match=r"kda_decode: cu_seqlens is list; expected a torch\.Tensor"):
+        kda_decode(*packed, slots, cu_seqlens=[0, 1, 2, 3])
+    assert torch.equal(pool, before)

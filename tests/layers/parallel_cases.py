@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cula import layers
 from cula.reference import relative_error
@@ -21,6 +23,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda-bounded": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "safe_gate": True, "lower_bound": -5.0, "conv_size": 3}),
     "kda-deep": ("KimiDeltaAttention", SMALL | {"head_dim": 16, "lower_bound": -9.0}),
     "gdn": ("GatedDeltaNet", SMALL | {"head_dim": 16, "num_v_heads": 4, "expand_v": 2, "output_gate_activation": "sigmoid"}),
+    "gdn-narrow": ("GatedDeltaNet", SMALL | {"head_dim": 16, "conv_size": 1}),
     "gdn-plain": ("GatedDeltaNet", SMALL | {"head_dim": 16, "use_gate": False, "use_short_conv": False}),
     "lightning": ("LightningAttention", SMALL | {"head_dim": 16, "layer_idx": 1, "num_layers": 3}),
 }
@@ -42,6 +45,8 @@ def cases(world: int) -> dict[str, Callable[[int, int], Any]]:
         out[f"tensor-parallel-{name}"] = functools.partial(tensor_parallel, name)
     for name in ("kda", "gdn", "lightning"):
         out[f"context-parallel-{name}"] = functools.partial(context_parallel, name)
+        out[f"sharded-{name}"] = functools.partial(sharded, name)
+    out["meshes"] = meshes
     out["refused"] = refused
     return out
 
@@ -92,11 +97,44 @@ def context_parallel(name: str, rank: int, world: int) -> None:
         assert relative_error(total, want.grad) < 2e-5, n
 
 
+def sharded(name: str, rank: int, world: int) -> None:
+    """Generation by a layer whose parameters FSDP shares out, casting what it is called with: the cache is kept."""
+    whole, x = make(name), rand(2, 30, 32)
+    mine = fully_shard(make(name), mesh=init_device_mesh("cpu", (world,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with torch.no_grad():
+        want = whole(x)
+        cache = mine.new_cache(2)
+        got = torch.cat([mine(part, cache=cache) for part in x.split([20, 8, 1, 1], 1)], 1)
+    assert cache.recurrent.dtype == torch.float32
+    assert got.dtype == torch.bfloat16 and relative_error(got.float(), want) < 3e-2
+
+
+def meshes(rank: int, world: int) -> None:
+    """A `DeviceMesh` in the place of a group: of one dimension, or of several with a name that says which."""
+    whole, x = make("lightning"), rand(2, 40, 32)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("tp", "cp"))
+    of_heads = make("lightning", tp_group=mesh)
+    of_heads.load_whole(whole.state_dict())
+    of_tokens = make("lightning", cp_group=mesh["tp"])
+    of_tokens.load_state_dict(whole.state_dict())
+    here = slice(rank * 20, rank * 20 + 20)
+    with torch.no_grad():
+        want = whole(x)
+        assert relative_error(of_heads(x), want) < 1e-5
+        assert relative_error(of_tokens(x[:, here]), want[:, here]) < 1e-5
+    with pytest.raises(ValueError, match="LightningAttention: tp_group is str; expected a ProcessGroup or a DeviceMesh"):
+        make("lightning", tp_group="tp")
+
+
 def refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="do not divide num_heads = 3"):
         layers.KimiDeltaAttention(32, num_heads=3, tp_group=dist.group.WORLD)
-    layer = make("kda", cp_group=dist.group.WORLD)
+    layer, is_last = make("kda", cp_group=dist.group.WORLD), rank == world - 1
     with pytest.raises(ValueError, match="a convolution needs 3"):
         layer(rand(1, 2, 32))
+    with pytest.raises(ValueError, match="KimiDeltaAttention: 2 tokens on a rank of cp_group; a convolution needs 3"):
+        layer(rand(1, 2 if is_last else 9, 32))
+    with pytest.raises(ValueError, match=r"KimiDeltaAttention: ranks of the group disagree on B \(1 on rank 0; 2 on rank 1\)"):
+        layer(rand(2 if is_last else 1, 9, 32))
     with pytest.raises(NotImplementedError, match="do not go with a cp_group"):
         layer(rand(1, 9, 32), cu_seqlens=torch.tensor([0, 9]))

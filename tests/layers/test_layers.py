@@ -179,6 +179,13 @@ def test_bad_offsets_are_named_and_change_no_cache(name, bad):
     assert not any(t.any() for t in (*cache.conv, cache.recurrent))
 
 
+def frozen(part):
+    """A layer of which a part is not trained."""
+    layer = make("kda")
+    layer.get_submodule(part).requires_grad_(False)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("act", "error", "words"),
     [
@@ -191,12 +198,24 @@ def test_bad_offsets_are_named_and_change_no_cache(name, bad):
         (lambda: layers.KimiDeltaAttention(32, conv_size=0), ValueError, "conv_size is 0; expected 1 or more"),
         (lambda: layers.GatedDeltaNet(32, head_dim=16, expand_v=1.3), ValueError, "expected an integer"),
         (lambda: layers.GatedDeltaNet(32, output_gate_activation="relu"), ValueError, "activation is 'relu'"),
+        (lambda: frozen("q_proj")(rand(2, 30, 32), cache=make("kda").new_cache(2)), ValueError, "a cache is for inference"),
         (lambda: make("kda").load_whole({}), ValueError, "are in one of both only"),
     ],
 )
 def test_what_is_refused(act, error, words):
     with pytest.raises(error, match=words):
         act()
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 64}, {"num_heads": 4}, {"head_dim": 8}])
+def test_parameters_of_another_layer_are_refused_and_change_nothing(other):
+    """Larger or smaller ones: neither is cut to size."""
+    layer = make("kda-grouped")
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    options = LAYERS["kda-grouped"][1] | other
+    with pytest.raises(ValueError, match=r"KimiDeltaAttention: \w+(\.\w+)* has shape .*; the layer's is "):
+        layer.load_whole(layers.KimiDeltaAttention(**options).state_dict())
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
 
 
 def test_a_cache_of_other_sequences_is_refused_and_left_alone():
@@ -207,12 +226,18 @@ def test_a_cache_of_other_sequences_is_refused_and_left_alone():
     assert not any(t.any() for t in (*cache.conv, cache.recurrent))
 
 
+def of_kda(**change):
+    return layers.KimiDeltaAttention(**LAYERS["kda"][1] | change)
+
+
 @pytest.mark.parametrize(
     ("cache", "error", "words"),
     [
         (lambda: {}, TypeError, "cache is dict; expected a LayerCache"),
         (lambda: make("lightning").new_cache(2), ValueError, "the cache is another layer's"),
         (lambda: layers.KimiDeltaAttention(32, head_dim=4, num_heads=2).new_cache(2), ValueError, "the cache is another layer's"),
+        (lambda: of_kda(conv_size=3).new_cache(2), ValueError, r"the cache is another layer's: convolutions .* \[\(32, 3\), "),
+        (lambda: of_kda(use_short_conv=False).new_cache(2), ValueError, "the cache is another layer's: convolutions"),
     ],
 )
 def test_a_cache_of_another_layer_is_refused(cache, error, words):

@@ -48,3 +48,13 @@ def test_level_0_is_strict_about_offsets():
         lightning_attn_fwd_varlen(t["q"], t["k"], t["v"], t["decay"], t["cu_seqlens"], initial_state_indices=torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="lightning_attn_fwd_varlen: cu_seqlens is NoneType"):
         lightning_attn_fwd_varlen(*[t[n] for n in ("q", "k", "v", "decay")], None)
+
+
+def test_varlen_names_what_has_another_rank():
+    t = LightningCall(lens=(10, 30)).tensors()
+    tokens = {"Q": t["q"], "K": t["k"], "V": t["v"]}
+    for name, x in tokens.items():
+        with pytest.raises(ValueError, match=f"lightning_attn_fwd_varlen: {name} has shape .*; expected four dimensions"):
+            lightning_attn_fwd_varlen(**tokens | {name: x[0]}, decay=t["decay"], cu_seqlens=t["cu_seqlens"])
+    with pytest.raises(ValueError, match=r"lightning_attn_fwd_varlen: cu_seqlens has shape \[\]; expected \[N \+ 1\]"):
+        lightning_attn_fwd_varlen(**tokens, decay=t["decay"], cu_seqlens=t["cu_seqlens"][0])

@@ -174,6 +174,19 @@ def test_a_pool_may_have_a_padded_slot_stride_and_half_states(backend, device, p
     assert bool((storage[:, size:] == 3).all()), "the padding between slots is untouched"
 
 
+def test_the_stride_of_a_single_head_is_never_taken(backend, device):
+    """A pool of one head with heads in front of slots has contiguous slots, whatever the stride of that head."""
+    tensors, switches = kda_arguments(KdaCall(T=1, B=3, HV=1), device)
+    heads_first = torch.randn(1, SLOTS, 32, 32, device=device)
+    pools = [heads_first.clone().transpose(0, 1), heads_first[0, :, None].clone()]
+    assert pools[0].stride(1) != pools[1].stride(1)
+    slots = torch.tensor([5, -1, 2], device=device)
+    outputs = [
+        cula.cula_decode(**tensors, **switches, state=pool, state_indices=slots, backend=backend)[0] for pool in pools
+    ]  # fmt: skip
+    assert torch.equal(*outputs) and torch.equal(*pools)
+
+
 def test_out_takes_the_result(backend, device):
     call = KdaCall(T=2, B=2)
     tensors, switches = kda_arguments(call, device)

@@ -36,6 +36,7 @@ CALLS = [
     KdaCall(K=20, V=12, gate="bounded", safe_gate=True, lens=(3, 66)),
     KdaCall(K=33, V=80, scalar_gate=True, gate="softplus", norm=True),
     KdaCall(T=40, HV=1, K=192, V=288),
+    KdaCall(T=5, scale=0.0, norm=True),
 ]
 HALF_CALLS = [
     KdaCall(dtype=torch.bfloat16, gate="bounded", norm=True, beta="sigmoid", safe_gate=True, lens=(65, 20)),
@@ -84,8 +85,8 @@ def test_forward_matches_the_recurrence(backend, device, call):
         assert final_state is None
 
 
-# What a gradient takes besides: packed, each gate, head dims beside the tiles, 16 bits.
-QUICK_GRADIENTS = [CALLS[i] for i in (0, 1, 7, 8, 12, 15, 16, 20)] + HALF_CALLS[:1]
+# What a gradient takes besides: packed, each gate, head dims beside the tiles, queries that do not count, 16 bits.
+QUICK_GRADIENTS = [CALLS[i] for i in (0, 1, 7, 8, 12, 15, 16, 20, 23)] + HALF_CALLS[:1]
 
 
 @pytest.mark.parametrize("call", slow_but(CALLS + HALF_CALLS, QUICK_GRADIENTS), ids=str)

@@ -27,6 +27,7 @@ from cula.ops.cute.abi import TMA_BYTES, Abi, Section, Workspace, addresses, f32
 K = V = 128
 TILE_BYTES = 64 * K * 2
 STATE = V * K
+FEWEST_CHUNKS = 4  # of a sequence for each of its pieces
 FLOAT32, BFLOAT16, FLOAT16 = 1, 2, 3  # kinds of states
 
 GDN = Abi(

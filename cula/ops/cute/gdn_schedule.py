@@ -8,7 +8,6 @@ kernels, which cut sequences into segments. Free of cutlass, and of tensors: all
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from cula.core.constants import CHUNK
 from cula.gdn.problem import GdnProblem
 from cula.ops.cute.archs import arch_of
-from cula.ops.cute.gdn_abi import WORKSPACE
+from cula.ops.cute.gdn_abi import FEWEST_CHUNKS, WORKSPACE
 from cula.ops.cute.sm100.arch import BLACKWELL
 from cula.ops.cute.tensors import sms_of
 
@@ -24,7 +23,6 @@ from cula.ops.cute.tensors import sms_of
 # before whole states had their chunks prepared two at a time.
 WHOLE_US, HALF_US = 3.7, 1.9
 WAVES_OF_UNEVEN = 8  # of heads, over which lengths of packed sequences average out: a long one alone takes half as long in halves
-MOST_PIECES = 1.3  # of a sequence, as a multiple of the root of its chunks
 # On Blackwell, clocks of an SM for a chunk: of a block with a whole state, and of KDA's two kernels, which spread any number of
 # heads over all SMs. Counted, not measured (docs/gdn-blackwell.md).
 OWN_CLOCKS, KDA_CLOCKS = 5_400, 8_600
@@ -63,17 +61,16 @@ def _on_blackwell(p: GdnProblem, num_sms: int) -> Schedule | None:
 
 
 def _on_hopper(p: GdnProblem, num_sms: int) -> Schedule:
-    """Whole states where heads of alike sequences fill the GPU, otherwise as many pieces as there are SMs for, and as are worth a
-    step of the chain between them. Batch-invariant calls have the same kernel for any number of heads, and sequences in one
-    piece."""
+    """Whole states where heads of alike sequences fill the GPU, otherwise as many pieces as there are SMs and chunks for. The
+    kernel uses fewer where they wait for each other, as only gates say. Batch-invariant calls have the same kernel for any number
+    of heads, and sequences in one piece."""
     heads = p.N * p.HV
     is_uneven = p.is_packed and heads < WAVES_OF_UNEVEN * num_sms
     is_faster = not is_uneven and -(-heads // num_sms) * WHOLE_US <= -(-heads // (num_sms // 2)) * HALF_US
     if p.options.batch_invariant or is_faster:
         return Schedule(blocks=min(heads, num_sms))
-    mean = -(-p.T // (CHUNK * (p.N if p.is_packed else 1)))  # chunks of a sequence, as if all were alike
-    most = round(MOST_PIECES * math.sqrt(mean))
-    pieces = min(num_sms // 2 // heads, most)
+    of_longest = -(-p.T // (CHUNK * FEWEST_CHUNKS))  # of packed sequences one may be all
+    pieces = min(num_sms // 2 // heads, of_longest)
     return Schedule(blocks=0, pieces=max(1, pieces))
 
 

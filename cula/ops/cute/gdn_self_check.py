@@ -3,8 +3,8 @@
 `toolchain/self_check.py`.
 
 Packed and fixed-length, grouped heads, fewer blocks than heads of sequences, so that blocks go on to others, or several pairs of
-blocks a head, which share its chunks; slow, fast and steep gates, as log decays and by softplus in the kernel, in both types;
-states and slots of a pool.
+blocks a head, which share its chunks; slow, mild, fast and steep gates, as log decays and by softplus in the kernel, in both
+types; states and slots of a pool.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ class Call(NamedTuple):
     H: int
     HV: int
     blocks: int  # with a whole state; where they have half of one, pairs of them a head
-    gate: str  # "slow" or "fast" by softplus in the kernel, "steep" log decays
+    gate: str  # one of BIASES by softplus in the kernel, "steep" log decays
     numbers: torch.dtype  # of g and beta
     has_state: bool = True
     on_pool: bool = False
 
 
+BIASES = {"slow": -8.0, "mild": -3.7, "fast": 0.0}
 CALLS = (
     Call((70, 0, 5, 330), is_packed=True, H=1, HV=2, blocks=3, gate="fast", numbers=torch.float32),
     Call((200, 200), is_packed=False, H=2, HV=2, blocks=1, gate="slow", numbers=torch.bfloat16, has_state=False),
     Call((150,), is_packed=False, H=1, HV=3, blocks=3, gate="steep", numbers=torch.float32),
     Call((70, 20, 130), is_packed=True, H=1, HV=1, blocks=1, gate="slow", numbers=torch.float32, on_pool=True),
 )
-# Where blocks have half of a state, sequences long enough to be cut: pieces that are chained, and such that warm up.
+# Where blocks have half of a state, sequences long enough to be cut: pieces that are chained, and such that warm up over one
+# chunk or over more than are asked for at once.
 IN_PIECES = (
     Call((900, 30), is_packed=True, H=1, HV=1, blocks=3, gate="slow", numbers=torch.float32),
     Call((900,), is_packed=False, H=1, HV=2, blocks=3, gate="fast", numbers=torch.bfloat16),
+    Call((1340,), is_packed=False, H=1, HV=1, blocks=3, gate="mild", numbers=torch.float32),
 )
 
 
@@ -63,7 +66,7 @@ def make(call: Call, is_normalised: bool, device: torch.device, sm: tuple[int, i
     q, k = normal(B, T, call.H, K), normal(B, T, call.H, K)
     if not is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    g, is_raw, shift = normal(B, T, call.HV), call.gate != "steep", -8.0 if call.gate == "slow" else 0.0
+    g, is_raw = normal(B, T, call.HV), call.gate != "steep"
     x = GdnInputs(
         q=q.bfloat16(),
         k=k.bfloat16(),
@@ -71,7 +74,7 @@ def make(call: Call, is_normalised: bool, device: torch.device, sm: tuple[int, i
         g=(g if is_raw else -50.0 * torch.sigmoid(g) * (g > 0)).to(call.numbers),
         beta=normal(B, T, call.HV).to(call.numbers),
         A_log=0.1 * normal(call.HV) if is_raw else None,
-        dt_bias=0.1 * normal(call.HV) + shift if is_raw else None,
+        dt_bias=0.1 * normal(call.HV) + BIASES[call.gate] if is_raw else None,
         initial_state=normal(len(call.lengths), call.HV, K, K) if call.has_state else None,
         cu_seqlens=torch.tensor([0, *call.lengths]).cumsum(0).int() if call.is_packed else None,
     )

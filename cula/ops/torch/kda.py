@@ -315,7 +315,8 @@ class _GradientSink:
         dq = dq.unflatten(1, grouped).sum(2) * p.scale
         dk = dk.unflatten(1, grouped).sum(2)
         if opt.use_qk_l2norm_in_kernel:
-            dq = gate.l2_normalise_bwd(tile.operands.q.squeeze(2).flatten(-3, -2) / p.scale, q_norm, dq)
+            unit_q = tile.operands.q.squeeze(2).flatten(-3, -2) / (p.scale or 1.0)  # a scale of 0 leaves none, and dq is 0
+            dq = gate.l2_normalise_bwd(unit_q, q_norm, dq)
             dk = gate.l2_normalise_bwd(tile.operands.k.squeeze(2).flatten(-3, -2), k_norm, dk)
         if p.has_scalar_gate:
             dg = dg.sum(-1, keepdim=True)

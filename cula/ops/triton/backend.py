@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+
 import torch
 
 from cula import settings
@@ -40,6 +46,37 @@ def why_not(op: str, problem: AnyProblem) -> str | None:
     return None
 
 
+def lacks(may_run: bool) -> str | None:
+    """Why nothing can be launched on this machine, in one sentence; None if it can, or if only compiling something would tell.
+
+    Triton's launchers are in C. It compiles them on each machine and keeps them in its cache, for which it takes a compiler and
+    Python's headers: images to serve from often have neither.
+    """
+    if settings.triton_is_interpreted() or not torch.cuda.is_available():
+        return None
+    is_known = _no_launchers.cache_info().currsize > 0
+    return _no_launchers() if may_run or is_known or not _has_compiler() else None
+
+
+def _has_compiler() -> bool:
+    """As Triton looks for one."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
+@functools.cache
+def _no_launchers() -> str | None:
+    """Have Triton load or compile what all of its launches go through, once."""
+    try:
+        importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018  made when it is first asked for
+    except subprocess.CalledProcessError as error:
+        reason = f"{os.path.basename(str(error.cmd[0]))} ends with status {error.returncode}"
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:  # all that its build and its cache raise
+        reason = str(error).partition("\n")[0]
+    else:
+        return None
+    return f"cannot compile its launchers on this machine: {reason} (install gcc and Python's headers, or name a compiler in CC)"
+
+
 BACKEND = Backend(
     "triton",
     "cula.ops.triton",
@@ -48,4 +85,5 @@ BACKEND = Backend(
     device="cuda",
     requires=("triton",),
     install="pip install triton",
+    lacks=lacks,
 )

@@ -21,6 +21,7 @@ from cula.lightning.problem import LightningDecodeInputs
 from cula.ops.cute import decode
 from cula.ops.cute.archs import find_arch
 from cula.ops.cute.toolchain import loader
+from cula.ops.triton.backend import BACKEND as TRITON
 from cula.reference import kda, lightning, relative_error
 from tests.support.cute import skip_without_dsl
 from tests.support.replay import replay, replay_on_cpu, stand_in
@@ -265,16 +266,21 @@ def test_what_is_taken(change, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_one_token_on_float32_states_is_left_to_triton_where_it_is_there(monkeypatch, is_there):
-    """Nobody has timed the kernel for it; named, it takes the call."""
+@pytest.mark.parametrize("why_not", [None, "triton not installed", "cannot compile its launchers"])
+def test_one_token_on_float32_states_is_left_to_triton_where_that_can_launch(monkeypatch, why_not):
+    """Triton is a little faster. Named, the kernel takes the call; and where Triton is not, or finds no compiler."""
+    is_there = why_not is None
     monkeypatch.setattr(loader, "missing", lambda arch: None)
-    monkeypatch.setattr(dispatch, "_is_installed", lambda name: is_there or name != "triton")
+    monkeypatch.setattr(dispatch, "_is_installed", lambda name: name != "triton" or why_not != "triton not installed")
+    asked = []
+    triton = dataclasses.replace(TRITON, lacks=lambda may_run: asked.append(may_run) or why_not)
+    monkeypatch.setattr(dispatch, "BACKENDS", [triton if b.name == "triton" else b for b in dispatch.BACKENDS])
     p = dataclasses.replace(make(Case(lengths=(1, 1)), "cpu").problem, **HOPPER)
     choice = dispatch.choose("kda_decode", p)
     assert choice.name == ("triton" if is_there else "cute_sm90")
     assert not is_there or "leaves one token on float32 states to triton" in dict(choice.passed_over)["cute_sm90"]
     assert dispatch.choose("kda_decode", p, "cute_sm90").name == "cute_sm90"
+    assert asked == ([] if why_not == "triton not installed" else [True, True] if is_there else [True])
 
 
 def test_kept_states_that_are_not_in_one_piece_are_seen():

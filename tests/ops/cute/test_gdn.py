@@ -285,7 +285,8 @@ def test_few_heads_are_cut_and_many_are_not():
     assert made(B=1, N=8, T=16384, is_packed=True) == Schedule(blocks=0, pieces=1)  # one of them may be all
     assert made(B=1, N=40, T=81920, is_packed=True) == Schedule(blocks=132)
     assert made(HV=8, H=2).pieces == 8
-    assert made(HV=1, H=1, T=64).pieces == 1
+    assert [made(HV=4, H=1, T=T).pieces for T in (64, 2048, 8192)] == [1, 8, 16]
+    assert made(HV=4, H=1, T=8192, N=2, is_packed=True).pieces == 8
     assert made(B=8, N=8, T=2048, options=GdnOptions()) == Schedule(blocks=132)  # keys as they came
     assert made().workspace_bytes(32) == 32 * 2 * 2 * (4 * 64 * D + 4) and made(HV=64).workspace_bytes(64) == 0
 

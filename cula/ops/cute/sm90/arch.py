@@ -23,7 +23,7 @@ HOPPER = Arch(
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
     new=(
-        "gdn_*",  # prefills of Gated DeltaNet, since they take keys as they came
+        "gdn_*",  # prefills of Gated DeltaNet, since they take keys as they came; and since pieces warm up as far as gates need
         "bwd_kda_*",  # since they keep T and P where gradients come, and read q and k later
         "bwd_gdn_*",  # for the first of these reasons
     ),

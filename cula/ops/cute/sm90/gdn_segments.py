@@ -2,13 +2,14 @@
 """Gated DeltaNet on Hopper, pieces of a head: how several pairs of blocks share a sequence. See `gdn.py`.
 
 A piece lacks the state at its start. Which way it gets it is found out from the gates alone, for all pieces of a head alike.
-  * Warm: if at every boundary the chunks before it, at most MAX_WARM_UP, shrink any state below 2^-24, a piece is one segment of
-    the sequence, and runs over those chunks first, from zero and without output. With normalised keys and write strengths up to 2
-    a state shrinks by e^{sum of g} at least, so the gates alone prove it.
-  * Mapped: otherwise there is one segment more than there are pieces. The first piece walks over two of them. Piece p makes the
-    map of segment p, S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of
-    M, from S = I and without v; T serves both. Then it waits for the state at the start of segment p, hands M S + B on, and walks
-    over segment p + 1. So 2 / (pieces + 1) of the steps of one walk, and M never goes through memory.
+  * Warm: a piece runs over chunks before its own first, from zero and without output, as many as shrink any state below 2^-24.
+    With normalised keys and write strengths up to 2 a state shrinks by e^{sum of g} at least, so the gates alone tell how many.
+    All pieces take as many as the one that needs most. The first needs none, and has about as many more chunks of its own.
+  * Mapped: where that would take longer. There is one segment more than there are pieces, of which fewer are used, if there are
+    very many, since each waits for the one before. The first piece walks over two segments. Piece p makes the map of segment p,
+    S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of M, from S = I and
+    without v; T serves both. Then it waits for the state at the start of segment p, hands M S + B on, and walks over segment
+    p + 1. So 2 / (pieces + 1) of the steps of one walk, and M never goes through memory.
 
 A pair of blocks waits for one of a lower number only, which has begun before it: `common/kda_segments.py` says what that
 relies on.
@@ -29,15 +30,16 @@ from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gdn_items import Plan, sequence_of
 from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
-from cula.ops.cute.gdn_abi import TILE_BYTES
+from cula.ops.cute.gdn_abi import FEWEST_CHUNKS, TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
 from cula.ops.cute.sm90.kda_fused_smem import send
 
 from .gdn_smem import OURS, THEIRS, WARPS, Barrier
 
-MAX_WARM_UP = 4  # chunks
-FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped; keys in 16 bits are not quite of length 1
-FEWEST_CHUNKS = 4  # of a piece
+AHEAD = 4  # chunks whose gates are on their way while those of one are added up
+MAX_WARM_UP = 64  # chunks
+FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped: one less, for what is rounded on the way
+MOST_MAPPED = 1.3  # pieces that hand states on, as a multiple of the root of the chunks: to wait for one takes about a step
 
 
 # Who does what
@@ -57,54 +59,41 @@ def plan_piece(
     seq, hv, begin, tokens = sequence_of(items, item)
     chunks = (tokens + 63) // 64
     pieces = cutlass.max(cutlass.min(items.pieces, chunks // FEWEST_CHUNKS), 1)
-    is_warm = I32(0)
-    length = (chunks + pieces - 1) // pieces
-    warm_up = I32(0)
+    # chunks of a piece's own; how many more the first has; over how many the others walk before
+    length, more, before, is_mapped = chunks, I32(0), I32(0), I32(0)
     if pieces > 1:
+        root = cute.math.sqrt(chunks.to(F32), fastmath=True)
+        mapped = cutlass.min(pieces, (F32(MOST_MAPPED) * root + F32(0.5)).to(I32))
+        segment, is_mapped = (chunks + mapped) // (mapped + 1), I32(1)
         if cutlass.const_expr(variant.is_normalised):
-            wid = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            ours = I32(1)
-            for boundary in cutlass.range(wid + 1, pieces, WARPS, unroll=1):
-                found = warm_up_chunks(gates, scalars, hv, begin, tokens, boundary * length)
-                ours = cutlass.min(ours, found)
-            warm_ups[wid] = ours
-            cute.arch.sync_threads()
-            found = warm_ups[cute.arch.lane_idx() & (WARPS - 1)]
-            is_warm = I32(0) if cute.arch.vote_any_sync(found == 0) else I32(1)
-        if is_warm == 1:
-            warm_up = cutlass.min(I32(MAX_WARM_UP), piece * length)
-        else:
-            length = (chunks + pieces) // (pieces + 1)
+            most = cutlass.min(2 * segment + mapped - 1 - (chunks + pieces - 1) // pieces, MAX_WARM_UP)
+            head = Head(hv, begin, tokens)
+            length, more, before = warm_up(gates, scalars, head, warm_ups, chunks, pieces, most)
+            is_mapped = I32(1) if before > most else I32(0)
+        if is_mapped == 1:
+            length, more, before = segment, segment, segment
     # where a piece begins with output, and where it ends
-    middle = piece * length if is_warm == 1 or piece == 0 else (piece + 1) * length
-    end = (piece + 1) * length if is_warm == 1 or pieces == 1 else (piece + 2) * length
+    middle, end = more + piece * length if piece > 0 else I32(0), more + (piece + 1) * length
     is_busy = piece < pieces and (middle < chunks or piece == 0)
-    is_map = I32(1) if is_busy and is_warm == 0 and piece > 0 else I32(0)
-    start = middle - warm_up if is_warm == 1 else (middle - length if is_map == 1 else I32(0))
-    export_at = I32(-1)
-    if pieces > 1 and is_warm == 0 and end < chunks:
-        export_at = length if piece == 0 else middle
-    is_last = I32(1) if is_busy and end >= chunks else I32(0)
-    end = cutlass.min(end, chunks)
-    record = 2 * (item * items.pieces + piece) + items.rank
+    export_at = cutlass.max(middle, more) if is_mapped == 1 and end < chunks else I32(-1)
     idle = I32(0)
     return Plan(
         seq,
         hv,
         begin,
         tokens,
-        start if is_busy else idle,
+        cutlass.max(middle - before, 0) if is_busy else idle,
         middle if is_busy else idle,
-        end if is_busy else idle,
-        is_map,
+        cutlass.min(end, chunks) if is_busy else idle,
+        is_mapped if is_busy and piece > 0 else idle,
         export_at,
-        record,
-        is_last,
+        2 * (item * items.pieces + piece) + items.rank,
+        I32(1) if is_busy and end >= chunks else idle,
     )
 
 
-class Place(NamedTuple):
-    """Of a head."""
+class Head(NamedTuple):
+    """Of a sequence."""
 
     hv: Any
     begin: Any
@@ -112,20 +101,56 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def warm_up_chunks(gates: cutlass.Constexpr, scalars: cutlass.Constexpr, hv: I32, begin: I32, tokens: I32, chunk: I32):
-    """1 if the chunks before a boundary, as many as a warm-up has, forget what came before, or are all there are; else 0. By a
-    warp."""
-    a, bias = gate_of(gates, scalars, hv)
-    place, total = Place(hv, begin, tokens), F32(0.0)
-    words = [cute.make_rmem_tensor((2,), I32) for _ in range(MAX_WARM_UP)]
-    for w in cutlass.range_constexpr(MAX_WARM_UP):
-        read_words(gates.g, words[w], place, cutlass.max(chunk - w - 1, 0))
-    for w in cutlass.range_constexpr(MAX_WARM_UP):
-        x = log_decays(gates.g, words[w], place, cutlass.max(chunk - w - 1, 0), scalars.has_gate, a, bias)
-        total += x[0] + x[1] if chunk - w > 0 else F32(0.0)
-    for step in cutlass.range_constexpr(5):
-        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-    return I32(1) if total < F32(FORGOTTEN) or chunk <= MAX_WARM_UP else I32(0)
+def warm_up(
+    gates: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    head: cutlass.Constexpr,
+    warm_ups: cute.Tensor,
+    chunks: I32,
+    pieces: I32,
+    most: I32,
+):
+    """(Chunks of a piece's own, how many more the first has, over how many the others walk before; these more than `most` where
+    pieces should not warm up). By all threads of a block.
+
+    How many more the first should have is known only when warm-ups have been counted, and then boundaries are others. So they are
+    counted once more, if that saves two steps.
+    """
+    length, more, before, is_new = I32(0), I32(0), I32(0), I32(1)
+    wid, (a, bias) = cute.arch.make_warp_uniform(cute.arch.warp_idx()), gate_of(gates, scalars, head.hv)
+    while is_new == 1:
+        more, ours = before, I32(0)
+        length = (chunks - more + pieces - 1) // pieces
+        for boundary in cutlass.range(wid + 1, pieces, WARPS, unroll=1):
+            chunk = more + boundary * length
+            chunk = chunk if chunk < chunks and ours <= most else I32(0)
+            ours = cutlass.max(ours, chunks_to_forget(gates.g, head, chunk, most, scalars.has_gate, a, bias))
+        warm_ups[wid] = ours
+        cute.arch.sync_threads()
+        before = cute.arch.make_warp_uniform(cute.arch.warp_redux_sync(warm_ups[cute.arch.lane_idx() & (WARPS - 1)], "max"))
+        cute.arch.sync_threads()  # all have read
+        is_new = I32(1) if before <= most and before - more >= 2 * pieces else I32(0)
+    return length, more, before
+
+
+@cute.jit
+def chunks_to_forget(g: cutlass.Constexpr, head: cutlass.Constexpr, chunk: I32, most: I32, has_gate: I32, a: F32, bias: F32):
+    """How many chunks before a boundary forget what came before them; all, if they do not, or would take more than `most` at the
+    rate of those that have been seen. By a warp."""
+    total, seen, words = F32(0.0), I32(0), [cute.make_rmem_tensor((2,), I32) for _ in range(AHEAD)]
+    for w in cutlass.range_constexpr(AHEAD):
+        read_words(g, words[w], head, cutlass.max(chunk - 1 - w, 0))
+    while seen < chunk and total >= F32(FORGOTTEN) and (seen < AHEAD or total * most.to(F32) <= F32(FORGOTTEN) * seen.to(F32)):
+        seen += 1
+        x = log_decays(g, words[0], head, chunk - seen, has_gate, a, bias)
+        ours = x[0] + x[1]
+        for w in cutlass.range_constexpr(AHEAD - 1):
+            words[w].store(words[w + 1].load())
+        read_words(g, words[AHEAD - 1], head, cutlass.max(chunk - seen - AHEAD, 0))
+        for step in cutlass.range_constexpr(5):
+            ours += cute.arch.shuffle_sync_bfly(ours, offset=1 << step)
+        total += ours
+    return seen if total < F32(FORGOTTEN) else chunk
 
 
 # Maps

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of a head in Gated DeltaNet's prefill on Hopper: how sequences are cut, how far warm-ups go back, and that it is enough.
+
+A value of NaN shows who passed over it. What is expected is counted by `benchmarks/gdn_pieces.py`, in float64.
+"""
+
+import dataclasses
+import itertools
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from cula.core.constants import CHUNK, LOG2_E
+from cula.gdn.problem import GdnInputs, GdnOptions, GdnProblem, check_gdn
+from cula.gdn.reference import gdn_gate
+from cula.ops.cute import gdn_self_check
+from cula.ops.cute.gdn_abi import WORKSPACE
+from cula.ops.cute.gdn_schedule import Schedule
+from cula.ops.cute.toolchain import loader
+from cula.reference import relative_error
+from tests.ops.cute import test_gdn
+from tests.ops.cute.test_gdn import HOPPER_SM, STATE_TOLERANCE, TOLERANCE, D, computed, wanted
+from tests.support.slow import slow_but
+from tools.ptx import ORDERS
+from tools.ptx.mutate import replace
+
+interpreted = test_gdn.interpreted
+counted = runpy.run_path(str(Path(__file__).resolve().parents[3] / "benchmarks" / "gdn_pieces.py"))
+FORGOTTEN_IN_PTX = "0fC1C80000"  # -25
+
+
+def call(
+    bits: list[list[list[float]]], is_packed: bool = True, is_normalised: bool = True, device: str = "cpu"
+) -> tuple[GdnProblem, GdnInputs]:
+    """Sequences with heads whose chunks lose so many bits of a state: `bits[sequence][head][chunk]`. Their last chunks are ten
+    tokens short. Keys are normalised in the kernel, or before."""
+    random = torch.Generator().manual_seed(2)
+    tokens, HV = [max(0, 64 * len(of[0]) - 10) for of in bits], len(bits[0])
+    T = sum(tokens)
+    q, k, v = (torch.randn(1, T, heads, D, generator=random) for heads in (1, 1, HV))
+    if not is_normalised:
+        q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    g = torch.cat([torch.tensor(of).repeat_interleave(64, 1)[:, :n] for of, n in zip(bits, tokens)], 1).T / (-64 * LOG2_E)
+    cu = torch.tensor([0, *itertools.accumulate(tokens)], dtype=torch.int32)
+    x = GdnInputs(
+        *(t.bfloat16() for t in (q, k, v)),
+        g[None].contiguous(),
+        torch.rand(1, T, HV, generator=random),
+        initial_state=torch.randn(len(bits), HV, D, D, generator=random),
+        cu_seqlens=cu,
+    )
+    if not is_packed:
+        x = GdnInputs(*(t.unflatten(1, (len(bits), -1)).squeeze(0) for t in x[:5]), initial_state=x.initial_state)
+    options = GdnOptions(use_qk_l2norm_in_kernel=is_normalised, output_final_state=True)
+    p, x = check_gdn(GdnInputs(*(None if t is None else t.to(device) for t in x)), options)
+    return dataclasses.replace(p, sm=HOPPER_SM), x
+
+
+def even(needed: int, chunks: int, is_enough: bool = True) -> list[float]:
+    """So many bits a chunk that as many chunks as are needed are just enough, or just not."""
+    return [(25.02 if is_enough else 24.98) / needed] * chunks
+
+
+def passed_over(cut, chunks: int, place: int) -> list[bool]:
+    """Whose outputs are NaN where a value of a chunk is: by chunks."""
+    if cut.is_mapped:
+        return [t >= place for t in range(chunks)]
+    walks = [cut.walk(piece, chunks) for piece in range(cut.pieces)]
+    return [any(start <= place <= t and middle <= t < end for start, middle, end in walks) for t in range(chunks)]
+
+
+# (Needed chunks, chunks, pieces). Of 5, 9 and 12 the first piece has more chunks than the others; in the last case it is shorter
+# than the warm-up.
+CUTS = [(1, 9, 2), (3, 16, 2), (5, 20, 2), (9, 40, 2), (12, 58, 2), (6, 16, 4)]
+
+
+def check_walks(case: tuple[int, int, int], device: str = "cpu") -> None:
+    """Two heads for which chunks are just enough, with a NaN in front of a warm-up and in its first chunk, and one for which they
+    are not; numbers of all that did not pass over one."""
+    needed, chunks, pieces = case
+    speeds = [even(needed, chunks), even(needed, chunks), even(needed, chunks, False)]
+    p, x = call([speeds], device=device)
+    cuts = [counted["cut"]([-bits for bits in of], pieces) for of in speeds]
+    assert cuts[0].before == needed and not cuts[0].is_mapped
+    assert cuts[2].is_mapped or cuts[2].before == needed + 1
+    want_o, want_ht = wanted(p, x)
+    start = cuts[0].walk(pieces - 1, chunks)[0]
+    places = [start - 1, start, start - 1]
+    for head, place in enumerate(places):
+        x.v[0, 64 * place + 7, head] = torch.nan
+    o, ht = computed(p, x, Schedule(0, pieces))
+    for head, (cut, place) in enumerate(zip(cuts, places)):
+        expected = passed_over(cut, chunks, place)
+        assert [c.isnan().any().item() for c in o[0, :, head].split(64)] == expected
+        kept = torch.tensor(expected).repeat_interleave(64)[: p.T].logical_not()
+        assert relative_error(o[0, kept, head], want_o[0, kept, head]) < TOLERANCE
+        assert ht[0, head].isnan().any() == expected[-1]
+    assert relative_error(ht[0, 0], want_ht[0, 0]) < STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("case", slow_but(CUTS, [CUTS[2], CUTS[5]]), ids=str)
+def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
+    check_walks(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUTS, ids=str)
+def test_on_a_gpu(case):
+    if torch.cuda.get_device_capability() != HOPPER_SM or loader.missing("sm_90a"):
+        pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
+    check_walks(case, "cuda")
+
+
+def test_keys_that_are_not_normalised_are_mapped(interpreted):
+    p, x = call([[even(1, 16)]], is_normalised=False)
+    want_o, _ = wanted(p, x)
+    x.v[0, 64 * 9] = torch.nan
+    o, _ = computed(p, x, Schedule(0, 3))
+    assert [c.isnan().any().item() for c in o[0].split(64)] == [t >= 9 for t in range(16)]
+    assert relative_error(o[:, : 64 * 9], want_o[:, : 64 * 9]) < TOLERANCE
+
+
+def test_fewer_pieces_hand_states_on_than_warm_up(interpreted, monkeypatch):
+    p, x = call([[[0.1] * 32, [30.0] * 32]])
+    cuts = [counted["cut"]([-bits] * 32, 8) for bits in (0.1, 30.0)]
+    assert [(cut.is_mapped, cut.pieces) for cut in cuts] == [(True, 7), (False, 8)]
+    kept, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: kept.append(empty(*shape, **kwargs)) or kept[-1])
+    (o, ht), (want_o, want_ht) = computed(p, x, Schedule(0, 8)), wanted(p, x)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
+    work = next(t for t in kept if t.dtype == torch.uint8)
+    done = work[WORKSPACE.offsets(records=32)["done"] :][: 4 * 32].view(torch.int32).view(2, 8, 2)  # [head, piece, block]
+    assert done.tolist() == [[[int(0 < piece < 7)] * 2 for piece in range(8)], [[0, 0]] * 8]
+
+
+# Chunks that lose 3 bits, and one that loses 13: four of them are not enough behind it, and with it they are.
+STEEP_AT = 20
+ONE_STEEP = [13.1 if chunk == STEEP_AT else 3.0 for chunk in range(40)]
+
+
+def error_behind_a_large_state() -> float:
+    """The largest of a chunk. Up to the first chunk that the warm-up needs, values are 2^12 times as large as behind it."""
+    assert counted["cut"]([-bits for bits in ONE_STEEP], 2).walk(1, 40) == (STEEP_AT, STEEP_AT + 5, 40)
+    p, x = call([[ONE_STEEP]])
+    x.v[:, : 64 * (STEEP_AT + 1)] *= 2.0**12
+    (o, _), (want, _) = computed(p, x, Schedule(0, 2)), wanted(p, x)
+    return max(relative_error(*both) for both in zip(o.split(64, 1), want.split(64, 1)))
+
+
+def test_what_is_dropped_is_forgotten(interpreted):
+    assert error_behind_a_large_state() < TOLERANCE
+
+
+def test_a_warm_up_that_is_too_short_is_noticed(interpreted):
+    interpreted(edit=replace(FORGOTTEN_IN_PTX, "0fC0000000"))  # -2
+    assert error_behind_a_large_state() > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("is_packed", slow_but([True, False], [True]))
+def test_sequences_of_a_call_are_cut_by_themselves(interpreted, is_packed):
+    """Warm, mapped and whole ones, with heads of several speeds, and without tokens."""
+    bits = [[even(3, 12), [0.5] * 12], [[9.0] * 12, even(2, 12)]]
+    if is_packed:
+        bits = [bits[0], [[], []], [[3.0], [0.0]], [[0.1] * 8, [30.0] * 8]]
+    p, x = call(bits, is_packed=is_packed)
+    (o, ht), (want_o, want_ht) = computed(p, x, Schedule(0, 3)), wanted(p, x)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("order", slow_but([order for order in ORDERS if order != "late"], ["early"]))
+def test_all_orders_give_the_same_bits(interpreted, order):
+    p, x = call([[even(5, 20), even(2, 20)]])
+    first = computed(p, x, Schedule(0, 2))
+    interpreted(order, races=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, computed(p, x, Schedule(0, 2))))
+
+
+@pytest.mark.slow
+def test_boundaries_are_counted_by_all_warps_in_turns(interpreted):
+    """More of them than warps, and the slowest is the last."""
+    bits = [30.0] * 76
+    bits[-5] = 0.5
+    cut = counted["cut"]([-b for b in bits], 19)
+    assert (cut.before, cut.is_mapped) == (2, False)
+    p, x = call([[bits]])
+    (o, ht), (want_o, want_ht) = computed(p, x, Schedule(0, 19)), wanted(p, x)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
+
+
+def test_the_comparison_at_first_use_has_pieces_of_every_kind():
+    """Mapped; warm over fewer chunks than are asked for at once; warm over more, with a longer first piece."""
+    found = []
+    for made in gdn_self_check.IN_PIECES:
+        _, x = gdn_self_check.make(made, True, torch.device("cpu"), HOPPER_SM)
+        g = LOG2_E * gdn_gate(x.g, x.A_log, x.dt_bias)[0, : made.lengths[0], 0]
+        found.append(counted["cut"]([c.sum().item() for c in g.split(CHUNK)], made.blocks))
+    slow, fast, mild = found
+    assert slow.is_mapped and not fast.is_mapped and not mild.is_mapped
+    assert fast.before < counted["AHEAD"] < mild.before and mild.more > 0
