@@ -43,7 +43,7 @@ def record_kda_bwd(
 ) -> LaunchRecord | None:
     """A record for backwards like this one; see `recording.py`. It takes the tensors of x, what was saved, do and dht."""
     p, given = problem, (*x, *saved, do, dht)
-    return record_call(lambda: kda_bwd(p, x, saved, do, dht), given, p.B * p.T * p.HV, x.q.device)
+    return record_call(("kda_bwd", p), lambda: kda_bwd(p, x, saved, do, dht), given, p.B * p.T * p.HV, x.q.device)
 
 
 def _intra_bwd(

@@ -45,7 +45,7 @@ def record_kda_fwd(problem: KdaProblem, x: KdaInputs, out: Tensor | None = None)
     p = problem
     if p.options.return_intermediate_states:
         return None
-    return record_call(lambda: kda_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
+    return record_call(("kda_fwd", p), lambda: kda_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
 
 
 Saved = tuple[IntraTiles, Tensor | None, Tensor | None, Segments]

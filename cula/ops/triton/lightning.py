@@ -284,7 +284,7 @@ def _decay_bwd(p: LightningProblem, x: LightningInputs, do: Tensor, dht: Tensor 
 def record_lightning_fwd(problem: LightningProblem, x: LightningInputs, out: Tensor | None = None) -> LaunchRecord | None:
     """A record for calls like this one; see `recording.py`."""
     p = problem
-    return record_call(lambda: lightning_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
+    return record_call(("lightning_fwd", p), lambda: lightning_fwd(p, x, out)[:2], (*x, out), p.B * p.T * p.HV, x.q.device)
 
 
 def record_lightning_bwd(
@@ -294,7 +294,8 @@ def record_lightning_bwd(
     p = problem
     if _has_shares(p):  # which are added by torch
         return None
-    return record_call(lambda: lightning_bwd(p, x, saved, do, dht), (*x, do, dht), p.B * p.T * p.HV, x.q.device)
+    run = lambda: lightning_bwd(p, x, saved, do, dht)
+    return record_call(("lightning_bwd", p), run, (*x, do, dht), p.B * p.T * p.HV, x.q.device)
 
 
 def _has_shares(p: LightningProblem) -> bool:

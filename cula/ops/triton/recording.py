@@ -8,13 +8,13 @@ the call's, a result, or something that kernels hand on to each other. The latte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from cula.core.replay.record import Address, LaunchRecord
-from cula.core.replay.torch_internals import Form, form_of
+from cula.core.replay.torch_internals import Form, form_of, is_capturing
 from cula.core.replay.workspace import workspace
 
 from .launch import ALIGNMENT, is_ready
@@ -24,19 +24,32 @@ STEP = 256  # bytes: where tensors in a workspace begin
 # Tokens times value heads of a call, up to which the host takes longer than the GPU, and a record pays. It keeps all that a call
 # hands on at once, where the call itself frees what it has used.
 MOST_TOKENS = 1 << 14
+MOST_CALLS = 4096  # of which is remembered that they have come
+
+_seen: set[Hashable] = set()
 
 
 def record_call(
-    run: Callable[[], Sequence[Tensor | None]], given: Sequence[Tensor | None], tokens: int, device: torch.device
+    call: Hashable,
+    run: Callable[[], Sequence[Tensor | None]],
+    given: Sequence[Tensor | None],
+    tokens: int,
+    device: torch.device,
 ) -> LaunchRecord | None:
     """A record of the call that `run` makes, which it does once more; None where it is not worth it, or cannot be.
 
+    It is when a call comes again: a record holds for one length, and a prompt of another length at every step would run twice
+    for nothing. A graph that is captured takes each launch once.
+
     Args:
+        call: what is called, and the problem.
         run: returns the call's results.
         given: the call's tensors.
         tokens: times value heads.
     """
-    if not 0 < tokens <= MOST_TOKENS or device.type != "cuda" or current.log is not None:
+    if not 0 < tokens <= MOST_TOKENS or device.type != "cuda" or current.log is not None or is_capturing():
+        return None
+    if not _has_come_before(call):
         return None
     places = _Places()
     for i, t in enumerate(given):
@@ -49,6 +62,16 @@ def record_call(
     finally:
         current.log = None
     return _written_down(log, results, places, device)
+
+
+def _has_come_before(call: Hashable) -> bool:
+    """Whether it is remembered, which it is from now on."""
+    if call in _seen:
+        return True
+    if len(_seen) >= MOST_CALLS:
+        _seen.clear()
+    _seen.add(call)
+    return False
 
 
 def _written_down(log: Log, results: Sequence[Tensor | None], places: _Places, device: torch.device) -> LaunchRecord | None:

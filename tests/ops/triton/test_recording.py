@@ -23,12 +23,18 @@ class Variant:
 
 
 @pytest.fixture
-def written(monkeypatch):
+def no_graph(monkeypatch):
+    monkeypatch.setattr(recording, "is_capturing", lambda: False)
+
+
+@pytest.fixture
+def written(monkeypatch, no_graph):
     monkeypatch.setattr(recording, "workspace", lambda device, size: ("workspace", size))
+    monkeypatch.setattr(recording, "_has_come_before", lambda call: True)
     device = SimpleNamespace(type="cuda", index=0)
 
     def write(run, given):
-        return recording.record_call(run, given, 1, device)
+        return recording.record_call("call", run, given, 1, device)
 
     return write
 
@@ -75,8 +81,26 @@ def test_what_cannot_be_recorded(written):
 
 def test_large_calls_are_not_recorded():
     device = SimpleNamespace(type="cuda", index=0)
-    assert recording.record_call(lambda: 1 / 0, (), recording.MOST_TOKENS + 1, device) is None
-    assert recording.record_call(lambda: 1 / 0, (), 1, torch.device("cpu")) is None
+    assert recording.record_call("call", lambda: 1 / 0, (), recording.MOST_TOKENS + 1, device) is None
+    assert recording.record_call("call", lambda: 1 / 0, (), 1, torch.device("cpu")) is None
+
+
+def test_a_call_runs_again_when_it_comes_again(no_graph, monkeypatch):
+    """Prompts of other lengths at each step would otherwise all be computed twice."""
+    monkeypatch.setattr(recording, "_seen", set())
+    runs, device = [], SimpleNamespace(type="cuda", index=0)
+    for T in (64, 65, 66, 64, 66):
+        recording.record_call(("kda_fwd", T), lambda T=T: runs.append(T) or (), (), 1, device)
+    assert runs == [64, 66]
+    monkeypatch.setattr(recording, "MOST_CALLS", 3)
+    recording.record_call(("kda_fwd", 67), lambda: 1 / 0, (), 1, device)
+    assert recording._seen == {("kda_fwd", 67)}, "what is remembered has an end"
+
+
+def test_nothing_runs_twice_in_a_graph(written, monkeypatch):
+    """Its launches would be captured, too."""
+    monkeypatch.setattr(recording, "is_capturing", lambda: True)
+    assert written(lambda: 1 / 0, ()) is None
 
 
 def test_a_call_that_raises_leaves_nothing_behind(written):
