@@ -92,6 +92,7 @@ class DecodeProblem:
     has_scalar_gate: bool = False
     g_dtype: torch.dtype | None = None
     beta_dtype: torch.dtype | None = None
+    has_float32_parameters: bool = True  # A_log and dt_bias; they may have any dtype
 
     @property
     def gate(self) -> str:

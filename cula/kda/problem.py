@@ -134,14 +134,19 @@ def check_kda_decode(
     checks.check_given(who, "kda", g=x.g, beta=x.beta)
     assert x.g is not None and x.beta is not None
     has_scalar_gate = _check_gate_and_beta(who, x.g, x.beta, dims.lead, dims.lead_name, dims.HV, dims.K)
-    A_log, dt_bias = check_gate(who, options, x.A_log, x.dt_bias, dims.HV, dims.K, has_scalar_gate)
+    A_log, dt_bias = check_gate(who, options, x.A_log, x.dt_bias, dims.HV, dims.K, has_scalar_gate, in_float32=False)
     own = {
         "g": x.g.resolve_neg() if has_scalar_gate else checks.unit_last_stride(x.g),
         "beta": x.beta.resolve_neg(),
         "A_log": None if A_log is None else A_log.resolve_neg(),
         "dt_bias": None if dt_bias is None else dt_bias.resolve_neg(),
     }
-    return own, {"has_scalar_gate": has_scalar_gate, "g_dtype": x.g.dtype, "beta_dtype": x.beta.dtype}
+    return own, {
+        "has_scalar_gate": has_scalar_gate,
+        "g_dtype": x.g.dtype,
+        "beta_dtype": x.beta.dtype,
+        "has_float32_parameters": all(t is None or t.dtype == torch.float32 for t in (A_log, dt_bias)),
+    }
 
 
 def check_kda_decode_values(x: KdaDecodeInputs, problem: DecodeProblem, who: str) -> None:
@@ -171,12 +176,15 @@ def check_gate(
     HV: int,
     K: int,
     has_scalar_gate: bool,
+    in_float32: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gate's parameters as kernels read them, in float32: A_log [HV], and dt_bias [HV, K] (or [HV] with one gate a head).
+    """The gate's parameters as kernels read them: A_log [HV], and dt_bias [HV, K] (or [HV] with one gate a head).
 
-    Models keep them in other dtypes (`model.bfloat16()`, mixed precision) and shapes (`[1, 1, HV, 1]`); converting is part of the
-    graph, so that gradients have the parameters' own.
+    Models keep them in other dtypes (`model.bfloat16()`, mixed precision) and shapes (`[1, 1, HV, 1]`). A prefill converts them
+    to float32, as a part of the graph, so that gradients have the parameters' own; for a decode that would be another kernel
+    beside one of a few microseconds, so that backends read what comes.
     """
+    dtype = torch.float32 if in_float32 else None
     bound = options.lower_bound
     if bound is not None:
         if not isinstance(bound, (int, float)):
@@ -201,25 +209,25 @@ def check_gate(
         if A_log.numel() != HV:
             raise ValueError(f"{who}: A_log has shape {checks.shape_of(A_log)}; expected HV = {HV} elements, [HV] = {[HV]}")
         checks.check_dtype(who, "A_log", A_log, IO_DTYPES)
-        A_log = _as_float32(A_log, (HV,))
+        A_log = _reshaped(A_log, (HV,), dtype)
     if dt_bias is None:
         return A_log, None
     checks.check_tensor(who, "dt_bias", dt_bias)
     checks.check_dtype(who, "dt_bias", dt_bias, IO_DTYPES)
     if has_scalar_gate:
         checks.check_shape(who, "dt_bias", dt_bias, "[HV]", (HV,))
-        return A_log, _as_float32(dt_bias, (HV,))
+        return A_log, _reshaped(dt_bias, (HV,), dtype)
     if dt_bias.shape not in ((HV * K,), (HV, K)):
         raise ValueError(
             f"{who}: dt_bias has shape {checks.shape_of(dt_bias)}; expected [HV, K] = {[HV, K]} or [HV * K] = {[HV * K]}"
         )
-    return A_log, _as_float32(dt_bias, (HV, K))
+    return A_log, _reshaped(dt_bias, (HV, K), dtype)
 
 
-def _as_float32(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in float32 and in this shape; the tensor itself where it is that already."""
+def _reshaped(t: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    """A tensor in this shape, and in a dtype where one is given; the tensor itself where it is that already."""
     t = t if t.shape == shape else t.reshape(shape)
-    return t if t.dtype == torch.float32 else t.float()
+    return t if dtype in (None, t.dtype) else t.to(dtype)
 
 
 def _check_log_decay(g: Tensor, gate: str, who: str) -> None:

@@ -117,6 +117,23 @@ def test_many_states_take_other_tiles(backend, device, monkeypatch):
     assert len(set(sizes)) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", [c for c in CALLS if c.gate == "softplus"], ids=str)
+def test_parameters_in_16_bits_are_read_exactly(backend, device, call, dtype):
+    """As engines have them, and A_log in Kimi-Linear's shape: the same bits as with these numbers in float32."""
+    tensors, switches = kda_arguments(call, device)
+    A_log, dt_bias = tensors["A_log"].to(dtype), tensors["dt_bias"].to(dtype)
+    results = []
+    for parameters in (
+        {"A_log": A_log.view(1, 1, -1, 1), "dt_bias": dt_bias.flatten()},
+        {"A_log": A_log.float(), "dt_bias": dt_bias.float()},
+    ):
+        pool = poisoned_pool(call, [0, 1, 2], device)[:3]
+        o, _ = cula.cula_decode(**tensors | parameters, **switches, state=pool, backend=backend)
+        results.append((o, pool))
+    assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
+
+
 def test_packed_rows_equal_rows(backend, device):
     call = KdaCall(T=1, B=3)
     tensors, switches = kda_arguments(call, device)

@@ -39,6 +39,8 @@ TALL_STATES = range(96, 1025)
 # and there are 132.
 PREFETCH_STATES = 330
 
+PARAMETERS = ("A_log", "dt_bias")  # read in float32; in other dtypes they are converted in front of the kernel
+
 Tensors = Mapping[str, Tensor | None]  # by their names in `DECODE`
 
 
@@ -86,11 +88,12 @@ def why_not(op: str, problem: Any) -> str | None:
 def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
     """(Backend, why) of calls that the kernels take, and another backend runs better as far as anybody has measured."""
     p = problem
-    if isinstance(p, DecodeProblem) and p.T == 1 and p.pool_dtype == torch.float32 and not goes_by_drafts(p):
-        return (
-            "triton",
-            "leaves one token on float32 states to triton, which is faster than its own there",
-        )
+    if not isinstance(p, DecodeProblem) or p.T > 1 or goes_by_drafts(p):
+        return None
+    if p.pool_dtype == torch.float32:
+        return "triton", "leaves one token on float32 states to triton, which is faster than its own there"
+    if not p.has_float32_parameters:
+        return "triton", "leaves one token with A_log or dt_bias in 16 bits to triton, which reads them as they are"
     return None
 
 
@@ -122,7 +125,10 @@ def run(problem: DecodeProblem, x: Any, name: str) -> Tensor:
     o = _output(x)
     tensors = _named(problem, x, o)
     for key in _unreadable(problem, tensors):
-        tensors[key] = tensors[key].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+        t = tensors[key]
+        assert t is not None
+        dtype = torch.float32 if key in PARAMETERS else t.dtype
+        tensors[key] = t.to(dtype, copy=True, memory_format=torch.contiguous_format)
     _launch(problem, x, tensors, name).now(stream_of(o.device))
     if (written := tensors["o"]) is not o and written is not None:
         o.copy_(written)
@@ -167,7 +173,9 @@ def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
     reads_bias = p.T == 1 and not p.has_scalar_gate and not goes_by_steps(p)
     read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if reads_bias else TOKEN_TENSORS
     given = [(name, tensors[name]) for name in read_in_vectors]
-    return [name for name, t in given if t is not None and not _is_readable(t, align[name])]
+    found = [name for name, t in given if t is not None and not _is_readable(t, align[name])]
+    in_16_bits = [name for name in PARAMETERS if (t := tensors[name]) is not None and t.dtype != torch.float32]
+    return [*dict.fromkeys((*found, *in_16_bits))]
 
 
 def _is_readable(t: Tensor, align: int) -> bool:

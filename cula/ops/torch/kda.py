@@ -395,8 +395,8 @@ def kda_decode(problem: DecodeProblem, x: KdaDecodeInputs) -> Tensor:
         q, k = gate.l2_normalise(q)[0], gate.l2_normalise(k)[0]
     q, k = (for_value_heads(t, p.HV // p.H) for t in (q, k))  # [N, T, HV, K]
     g = x.g.float().unsqueeze(-1) if p.has_scalar_gate else x.g.float()  # [N, T, HV, K or 1]
-    A = None if x.A_log is None else x.A_log.exp().view(p.HV, 1)
-    bias = None if x.dt_bias is None else x.dt_bias.view(p.HV, -1)
+    A = None if x.A_log is None else x.A_log.float().exp().view(p.HV, 1)
+    bias = None if x.dt_bias is None else x.dt_bias.float().view(p.HV, -1)
     decay = gate.log_decay(p.gate, g, A, bias, opt.lower_bound).exp()  # [N, T, HV, K or 1]
     beta = gate.beta_value(x.beta.float(), opt.use_beta_sigmoid_in_kernel, opt.allow_neg_eigval).unsqueeze(-1)
     return decode_rows(problem, x, q, k, decay, beta)

@@ -406,6 +406,20 @@ def test_a_recorded_launch_makes_an_output(launched):
     assert launched[0][1][10] == o.data_ptr()
 
 
+def test_parameters_in_16_bits_are_converted_for_the_kernel(launched, monkeypatch):
+    """And there is no record of such a call, since a launch alone would not convert them."""
+    p, x = make(Case(), "cpu")
+    x = x._replace(A_log=x.A_log.bfloat16(), dt_bias=x.dt_bias.bfloat16())
+    seen = []
+    monkeypatch.setattr(
+        decode, "_launch", lambda p, x, tensors, name, of=decode._launch: seen.append(tensors) or of(p, x, tensors, name)
+    )
+    decode.decode(p, x)
+    for name in ("A_log", "dt_bias"):
+        assert seen[0][name].dtype == torch.float32 and torch.equal(seen[0][name], getattr(x, name).float())
+    assert len(launched) == 1 and decode.record_decode(p, x, x) is None
+
+
 class LightningRows(NamedTuple):
     """Inputs of a family that has no gates, in an order of its own."""
 
@@ -480,6 +494,8 @@ def test_some_calls_are_not_recorded(launched):
         ({"T": 8, "pool_dtype": BF16}, None),
         ({"T": 1, "pool_dtype": BF16}, None),
         ({"T": 1}, "leaves one token on float32 states to triton"),
+        ({"T": 1, "pool_dtype": BF16, "has_float32_parameters": False}, "leaves one token with A_log or dt_bias in 16 bits"),
+        ({"has_float32_parameters": False}, None),
         ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "has_scalar_gate": True}, None),

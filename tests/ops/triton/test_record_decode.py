@@ -30,6 +30,11 @@ def given(mode="kda", T=1, packed=False, **more):
     return x._replace(**more), DecodeOptions(use_gate_in_kernel=is_kda), FAMILIES[mode]
 
 
+def in_16_bits(x):
+    """A_log and dt_bias as engines hand them over."""
+    return x._replace(A_log=x.A_log.view(1, 1, H, 1).bfloat16(), dt_bias=x.dt_bias.flatten().bfloat16())
+
+
 def checked(x, options, family):
     request = describe_decode(family, x, options, None, "test")
     return request.problem, request.x
@@ -58,13 +63,14 @@ def launches(monkeypatch):
         (given(), False),
         (given(packed=True), False),
         (given("lightning"), True),
+        ((in_16_bits(given()[0]), *given()[1:]), False),
         (given(state=torch.randn(N, H, D, D), state_indices=None), True),
         (
             given(T=2, num_accepted_tokens=torch.zeros(N, dtype=torch.int32), intermediate_states=torch.empty(N, 2, H, D, D)),
             False,
         ),
     ],
-    ids=["out", "no out", "packed", "lightning", "no indices", "drafts"],
+    ids=["out", "no out", "packed", "lightning", "parameters in 16 bits", "no indices", "drafts"],
 )
 def test_a_record_passes_addresses_in_the_kernels_order(launches, call, has_out):
     made, done, ready = launches
