@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from cula.core.replay.torch_internals import is_forward_mode
 
 IO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -252,12 +255,18 @@ def _meaning(who: str, name: str, given: str, known: dict[str, bool]) -> bool:
         raise
 
 
-def refuse_transforms(who: str) -> None:
-    """NotImplementedError inside of `torch.func`'s transforms, whose tensors have no memory that a kernel could read."""
+def refuse_transforms(who: str, tensors: Iterable[Any]) -> None:
+    """NotImplementedError inside of `torch.func`'s transforms, whose tensors have no memory that a kernel could read, and for
+    tangents of forward-mode AD, which kernels would drop."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{who}: torch.func transforms (grad, vmap, jvp, functional_call under them) are not supported; "
             "use torch.autograd.grad for gradients, and the batch dimension or cu_seqlens instead of vmap"
+        )
+    if is_forward_mode() and any([isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors]):
+        raise NotImplementedError(
+            f"{who}: forward-mode gradients (torch.autograd.forward_ad) are not supported, and an input has a tangent; "
+            "use torch.autograd.grad for gradients, or torch.autograd.forward_ad.unpack_dual(t).primal without them"
         )
 
 

@@ -13,11 +13,12 @@ from cula.core.explain import explained, is_explaining
 
 def check_and_choose(
     describe: Callable[[], Any],
-    choose: Callable[[Any, str, bool], Choice],
+    choose: Callable[[Any, str, bool, str], Choice],
     backend: str,
     extra: Iterable[str],
     known: Iterable[str],
     who: str,
+    tensors: Iterable[Any],
 ) -> tuple[Any, Choice]:
     """What `describe` makes of a call, and what serves it; where the call is only to be explained, `Explained` says so instead.
 
@@ -26,14 +27,15 @@ def check_and_choose(
         choose: `choose_prefill` or `choose_decode`.
         extra: keywords for the backend; what that does not know either is refused.
         known: keywords that the function takes itself, of which one may have been meant.
+        tensors: those of the call, before any check.
     """
-    checks.refuse_transforms(who)
+    checks.refuse_transforms(who, tensors)
     try:
         request = describe()
     except (TypeError, ValueError):
         refuse_unknown(who, extra, known, backend)
         raise
-    choice = choose(request.problem, backend, not is_explaining.get())
+    choice = choose(request.problem, backend, not is_explaining.get(), who)
     checks.refuse_keywords(who, extra, known, choice.name, choice.backend.options)
     if is_explaining.get():
         raise explained(choice, request.problem)

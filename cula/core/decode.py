@@ -71,7 +71,7 @@ def decode(
 
     describe_this = functools.partial(describe_decode, family, x, options, device, who)
     known = family.decode.keywords() if extra else ()
-    request, choice = check_and_choose(describe_this, choose_decode, backend, extra or (), known, who)
+    request, choice = check_and_choose(describe_this, choose_decode, backend, extra or (), known, who, x)
     if settings.check_values() or (x.q.device.type == "cpu" and has_values(x)):
         check_values(request)
     with running_on(x.q):

@@ -170,16 +170,18 @@ class Choice:
 IN_PLACE = "by the kernel, in place"
 
 
-def choose(op: str, problem: AnyProblem, backend: str = "auto", may_run: bool = True) -> Choice:
-    """The first backend of the list that has no objection to serving one operation, "kda_fwd"."""
+def choose(op: str, problem: AnyProblem, backend: str = "auto", may_run: bool = True, who: str = "") -> Choice:
+    """The first backend of the list that has no objection to serving one operation, "kda_fwd". Errors name `who`, the function
+    that was called, where it is given."""
     passed_over: list[tuple[str, str]] = []
-    for b in _candidates(op, backend):
+    for b in _candidates(who or op, backend):
         reason = b.objection(op, problem, is_forced=backend != "auto", may_run=may_run)
         if reason is None:
             return Choice(op, b, tuple(passed_over))
         passed_over.append((b.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    raise NotImplementedError(f"{op}: no backend can serve this call. {reasons}")
+    of = f"{who} (its gradient)" if who and op.endswith("_bwd") else who or op
+    raise NotImplementedError(f"{of}: no backend can serve this call. {reasons}")
 
 
 def select(op: str, problem: AnyProblem, backend: str = "auto") -> Callable[..., Any]:
@@ -195,14 +197,14 @@ def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str], backend
     checks.refuse_keywords(who, given, known, backend, {name for b in BACKENDS for name in b.options})
 
 
-def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True) -> Choice:
+def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True, who: str = "") -> Choice:
     """The whole choice of a prefill: forward, backward where a gradient is needed, and how its pool is handled."""
     family = problem.family
-    forward = choose(f"{family}_fwd", problem, backend, may_run)
+    forward = choose(f"{family}_fwd", problem, backend, may_run, who)
     backward = pool = checkpoints = None
     shares_saved = False
     if problem.needs_grad:  # now, so that a missing one is not a surprise inside autograd
-        backward = choose(f"{family}_bwd", problem, backend, may_run)
+        backward = choose(f"{family}_bwd", problem, backend, may_run, who)
         shares_saved = backward.name == forward.name and forward.backend.keeps(problem)
     if problem.pool_dtype is not None:
         pool = _in_place(forward.backend, problem, "pool")
@@ -211,8 +213,8 @@ def choose_prefill(problem: Problem, backend: str = "auto", may_run: bool = True
     return _logged(Choice(forward.op, forward.backend, forward.passed_over, None, backward, pool, checkpoints, shares_saved))
 
 
-def choose_decode(problem: DecodeProblem, backend: str = "auto", may_run: bool = True) -> Choice:
-    return _logged(choose(f"{problem.family}_decode", problem, backend, may_run))
+def choose_decode(problem: DecodeProblem, backend: str = "auto", may_run: bool = True, who: str = "") -> Choice:
+    return _logged(choose(f"{problem.family}_decode", problem, backend, may_run, who))
 
 
 def _in_place(backend: Backend, problem: Problem, what: str) -> str:
@@ -224,12 +226,12 @@ def _in_place(backend: Backend, problem: Problem, what: str) -> str:
     return IN_PLACE if reason is None else f"around the kernel: {reason}"
 
 
-def _candidates(op: str, backend: str) -> list[Backend]:
+def _candidates(who: str, backend: str) -> list[Backend]:
     if backend == "auto":
         return BACKENDS
     named = [b for b in BACKENDS if b.name == backend]
     if not named:
-        raise ValueError(f"unknown backend {backend!r} for {op}; choose 'auto' or one of {backend_names()}")
+        raise ValueError(f"{who}: unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
     return named
 
 

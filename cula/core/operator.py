@@ -260,7 +260,7 @@ def _define_prefill(family: Family) -> None:
         raw, options, (_, backend, who, _) = split(args)
         problem, x = family.check(raw, with_settings(options), who)
         problem = replace(problem, grads=tuple(wanted.split()))
-        kernel = choose(f"{name}_bwd", problem, backend).backend.load(name, f"{name}_bwd")
+        kernel = choose(f"{name}_bwd", problem, backend, who=who).backend.load(name, f"{name}_bwd")
         with running_on(x.q):
             grads = kernel(problem, x, (), do.contiguous(), dht)
         return [

@@ -140,7 +140,7 @@ def prefill(
 
     describe_this = functools.partial(describe, family, x, options, serving, checkpoint_every, device, who)
     known = family.keywords() if extra else ()
-    request, choice = check_and_choose(describe_this, choose_prefill, backend, extra or (), known, who)
+    request, choice = check_and_choose(describe_this, choose_prefill, backend, extra or (), known, who, tensors)
     check_values(request)
     result = execute(request, choice)
     if static_args is not None and not request.problem.needs_grad:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cula import settings
+from cula.core.explain import is_explaining
 from cula.dist.comm import group_state
 
 MAX_REMEMBERED = 4096  # signatures a group; all ranks forget the same ones, because they agreed on them in one order
@@ -64,11 +65,12 @@ def agree(who: str, signature: Signature, group: dist.ProcessGroup | None, devic
 
 @contextlib.contextmanager
 def announced_refusal(who: str, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Around the checks that a rank makes by itself: tell the others what they raise, where those are listening."""
+    """Around the checks that a rank makes by itself: tell the others what they raise, where those are listening. They are not
+    where a call is only explained."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        if group is not None and dist.get_world_size(group) > 1:
+        if group is not None and not is_explaining.get() and dist.get_world_size(group) > 1:
             is_heard = _compares_every_call(group) or not _agreed(group).signatures
             if is_heard:
                 with contextlib.suppress(ValueError):  # this rank raises its own error

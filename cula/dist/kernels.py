@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cula import settings
-from cula.core.dispatch import choose
+from cula.core.dispatch import Choice, choose
 from cula.core.family import Family
 from cula.core.problem import Problem
 
@@ -62,9 +62,9 @@ class LocalKernels:
         if x.q.shape[1] == 0:
             return x.v.new_empty(x.v.shape), _unchanged(x, x.initial_state), ()
         problem, x = self._problem(x)
-        chosen = choose(self._op("fwd"), problem, self.backend)
+        chosen = self._choose("fwd", problem)
         # what a forward keeps is for the backward of the same backend
-        keeps = self.needs_grad and choose(self._op("bwd"), problem, self.backend).name == chosen.name
+        keeps = self.needs_grad and self._choose("bwd", problem).name == chosen.name
         if not keeps and getattr(problem.options, "disable_recompute", False):
             problem = replace(problem, options=problem.options._replace(disable_recompute=False))
         result = self._load(chosen, "fwd")(problem, x)
@@ -79,8 +79,8 @@ class LocalKernels:
         problem, x = self._problem(x)
         factor = self.family.transition.factor
         if factor is None:
-            return self._load(choose(self._op("transition"), problem, self.backend), "transition")(problem, x)
-        chosen = choose(self._op("fwd"), problem, self.backend)
+            return self._load(self._choose("transition", problem), "transition")(problem, x)
+        chosen = self._choose("fwd", problem)
         kernel = chosen.backend.find(self.family.name, self._op("transition"))
         if kernel is not None:
             return kernel(problem, x)
@@ -94,7 +94,7 @@ class LocalKernels:
         if x.q.shape[1] == 0:
             return [torch.zeros_like(t) if self._has_grad(i, t) else None for i, t in enumerate(given)], _unchanged(x, dht)
         problem, x = self._problem(x)
-        *grads, dh0 = self._load(choose(self._op("bwd"), problem, self.backend), "bwd")(problem, x, saved, do, dht)
+        *grads, dh0 = self._load(self._choose("bwd", problem), "bwd")(problem, x, saved, do, dht)
         return [None if t is None or d is None else d.view(t.shape).to(t.dtype) for d, t in zip(grads, given)], dh0
 
     def state_grad(self, x: Inputs, do: Tensor, dht: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ class LocalKernels:
         if x.q.shape[1] == 0:
             return _unchanged(x, dht)
         problem, x = self._problem(x._replace(initial_state=_unchanged(x, None)))
-        chosen = choose(self._op("bwd"), problem, self.backend)
+        chosen = self._choose("bwd", problem)
         kernel = chosen.backend.find(self.family.name, self._op("state_grad"))
         if kernel is None:
             return self._load(chosen, "bwd")(problem, x, (), do, dht)[-1]
@@ -115,7 +115,10 @@ class LocalKernels:
     def _op(self, name: str) -> str:
         return f"{self.family.name}_{name}"
 
-    def _load(self, choice: Any, name: str) -> Any:
+    def _choose(self, name: str, problem: Problem) -> Choice:
+        return choose(self._op(name), problem, self.backend, who=self.who)
+
+    def _load(self, choice: Choice, name: str) -> Any:
         return choice.backend.load(self.family.name, self._op(name))
 
     def _has_grad(self, i: int, t: Tensor | None) -> bool:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.dispatch import choose, refuse_unknown
+from cula.core.dispatch import choose_prefill, refuse_unknown
+from cula.core.explain import explained, is_explaining
 from cula.core.family import Family
 from cula.core.pool import Serving
 from cula.core.problem import PUBLIC_NAMES, needs_grad, with_settings
@@ -147,7 +148,10 @@ def public_options(family: Family) -> list[str]:
 def local_kernels(
     who: str, family: Family, x: Inputs, options: Any, device: torch.device | str | None, backend: str, extra: dict[str, Any]
 ) -> LocalKernels:
-    """A call of level 1 on this rank's tokens, checked as level 1 does. What that does not know is refused by name."""
+    """A call of level 1 on this rank's tokens, checked as level 1 does. What that does not know is refused by name.
+
+    Where the call is only to be explained, `Explained` says what would serve these tokens, before ranks speak to each other.
+    """
     if getattr(options, "return_intermediate_states", False):
         raise NotImplementedError(f"{who}: return_intermediate_states=True is not available over ranks; use {family.function}")
     if getattr(with_settings(options), "batch_invariant", False):
@@ -155,6 +159,7 @@ def local_kernels(
             f"{who}: batch_invariant=True (or CULA_BATCH_INVARIANT=1) is not available over ranks, "
             "which say how sequences are split"
         )
+    checks.refuse_transforms(who, x)
     _refuse_serving(who, extra)
     known = (*x._fields, *public_options(family), *KEYWORDS)
     try:
@@ -164,8 +169,10 @@ def local_kernels(
         raise
     checks.check_device_argument(device, x.q, who)
     _check_initial_state(who, family, x)
-    chosen = choose(f"{family.name}_fwd", problem, backend)
+    chosen = choose_prefill(problem, backend, not is_explaining.get(), who)
     checks.refuse_keywords(who, extra, known, chosen.name, chosen.backend.options)
+    if is_explaining.get():
+        raise explained(chosen, problem)
     of_state = ("initial_state",) if needs_grad([x.initial_state]) else ()
     return LocalKernels(family, options, backend, (*problem.grads, *of_state), who)
 

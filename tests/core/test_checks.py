@@ -211,7 +211,7 @@ GDN_CASES = {
     "gates a channel": ({"g": -torch.rand(1, 6, 4, 8)}, ValueError, ("[1, 6, 4, 8]", "cula_kda")),
     "g of H heads": ({"g": -torch.rand(1, 6, 2)}, ValueError, ("g", "[B, T, HV]")),
     "a bias a channel": (gate(dt_bias=torch.zeros(4, 8)), ValueError, ("dt_bias", "[HV]")),
-    "a gate without A_log": (gate(A_log=None, dt_bias=None), ValueError, ("A_log",)),
+    "a gate without A_log": (gate(A_log=None, dt_bias=None), ValueError, ("A_log [HV], which is None",)),
     "A_log with log decays": ({"A_log": torch.zeros(4)}, ValueError, ("A_log", "use_gate_in_kernel")),
     "a bound": ({"lower_bound": -5.0}, TypeError, ("lower_bound",)),
     "neg_eigval without sigmoid": ({"allow_neg_eigval": True}, ValueError, ("use_beta_sigmoid_in_kernel",)),

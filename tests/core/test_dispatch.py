@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import cula
+import cula.dist
 from cula.core import dispatch
 from cula.core.dispatch import BACKENDS, Backend, choose, choose_prefill
+from cula.kda import chunk_kda, fused_recurrent_kda
 from cula.kda.problem import KdaInputs, KdaOptions, check_kda
+from tests.support.calls import KdaCall
 
 
 def problem(**changes):
@@ -95,6 +98,23 @@ def test_a_forced_backend_that_cannot_says_why(monkeypatch):
     monkeypatch.setattr(dispatch, "BACKENDS", [picky, *BACKENDS])
     with pytest.raises(NotImplementedError, match=r"kda_fwd: no backend can serve this call. picky: dtype is not float16"):
         choose("kda_fwd", problem(), "picky")
+    t = {n: x.requires_grad_() for n, x in KdaCall(T=3, initial_state=False).tensors().items() if x is not None}
+    gradless = Backend("gradless", "cula.ops.torch", "", lambda op, p: "makes no gradient" if op == "kda_bwd" else None)
+    monkeypatch.setattr(dispatch, "BACKENDS", [picky, gradless, *BACKENDS])
+    with pytest.raises(NotImplementedError, match=r"^cula_kda: no backend can serve this call. picky: dtype is not float16"):
+        cula.cula_kda(**t, backend="picky")
+    with pytest.raises(NotImplementedError, match=r"^cula_kda \(its gradient\): no backend can serve this call. gradless: makes"):
+        cula.cula_kda(**t, backend="gradless")
+    with pytest.raises(NotImplementedError, match=r"^fused_recurrent_kda: no backend can serve this call. picky: "):
+        fused_recurrent_kda(**t, backend="picky")
+    with pytest.raises(NotImplementedError, match=r"^cula_kda_cp: no backend can serve this call. picky: "):
+        cula.dist.cula_kda_cp(**t, sp_group=None, sp_size=1, sp_rank=0, backend="picky")
+
+
+@pytest.mark.parametrize("function", [cula.cula_kda, chunk_kda, fused_recurrent_kda])
+def test_an_unknown_backend_is_told_of_the_function_that_was_called(function):
+    with pytest.raises(ValueError, match=f"^{function.__name__}: unknown backend 'nope'; choose 'auto' or one of"):
+        function(**KdaCall(T=3).tensors(), backend="nope")
 
 
 def test_an_unknown_backend_lists_the_known_ones():

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cula
 from cula import reference
 from cula.core import checks, dispatch
+from cula.kda import fused_recurrent_kda
 from cula.ops.torch import kda as torch_kda
 from cula.reference import relative_error
 from tests.support.calls import GRADIENT_TOLERANCE, TOLERANCE, GdnCall, KdaCall, LightningCall
@@ -283,6 +285,30 @@ def test_transforms_get_one_clear_error():
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(NotImplementedError, match=r"torch\.autograd\.grad"):
             transform(run)(q if transform is torch.func.grad else q[None])
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "fla's", "compiled"])
+def test_forward_mode_gets_the_same_error(name):
+    """Also of a call that has been made before, and only where there is a tangent to lose."""
+    t = KdaCall(T=2).tensors()
+    q, pool = t.pop("q"), t.pop("initial_state")
+    rows = {n: x for n, x in t.items() if n != "cu_seqlens"}
+    torch._dynamo.reset()
+    call = {
+        "prefill": lambda q: cula.cula_kda(q, **t),
+        "decode": lambda q: cula.cula_decode(q, **rows, state=pool),
+        "fla's": lambda q: fused_recurrent_kda(q, **rows),
+        "compiled": torch.compile(lambda q: cula.cula_kda(q, **t), fullgraph=True, backend="eager"),
+    }[name]
+    call(q)
+    with forward_ad.dual_level():
+        call(q)
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=r"forward-mode .* torch\.autograd\.grad"):
+                call(dual)
+        with torch.inference_mode():  # nothing is differentiated in it
+            call(dual)
 
 
 @pytest.mark.parametrize("name", ["out", "state_pool"])

@@ -14,6 +14,7 @@ import torch
 import cula
 from cula import dist as cula_dist
 from cula.core.dispatch import Backend, select
+from cula.dist import handshake
 from cula.dist.kernels import LocalKernels
 from cula.dist.scan import Affine, blocks_of
 from cula.kda.family import FAMILY as KDA
@@ -119,6 +120,15 @@ def test_second_derivatives_of_a_rank_alone_are_refused():
     for differentiate in (lambda y: torch.autograd.grad(y, q, allow_unused=True), torch.Tensor.backward):
         with pytest.raises(NotImplementedError, match="create_graph=True"):
             differentiate(dq.sum())
+
+
+def test_forward_mode_is_refused():
+    x = make(Spec(slices=(5,)))
+    q, *rest = (x[name] for name in TOKENS["kda"])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="cula_kda_cp: forward-mode gradients"):
+            cula_dist.cula_kda_cp(dual, *rest, **ALONE)
 
 
 def test_hybrid_of_one_rank():
@@ -294,3 +304,23 @@ def test_tp_shares_parameters_of_any_shape(shape):
         cula_dist.cula_kda_tp(q, q, v, g, beta, A_log=A_log.view(shape), **options, tp_size=2, tp_rank=rank)[0] for rank in (0, 1)
     ]
     assert relative_error(torch.cat(parts, 2), want) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["cula_kda_cp", "cula_kda_tp", "cula_kda_tp_cp"])
+def test_explain_runs_nothing_and_tells_nobody(name, monkeypatch):
+    """Of a call over ranks it says what would serve this rank's tokens; the other ranks are not there to listen."""
+
+    def fails(*args, **kwargs):
+        raise AssertionError("a kernel ran, or ranks spoke to each other")
+
+    monkeypatch.setattr(Backend, "load", fails)
+    monkeypatch.setattr(handshake, "_compare", fails)
+    monkeypatch.setattr(handshake.dist, "get_world_size", lambda group: 2)
+    q, beta = torch.randn(1, 8, 2, 16), torch.rand(1, 8, 2)
+    ranks = (ALONE if "_cp" in name else {}) | (SOLE if "_tp" in name else {})
+    choice = cula.explain(getattr(cula_dist, name), q, q, q, -torch.rand(1, 8, 2, 16), beta, **ranks)
+    assert choice.name == "torch" and choice.op == "kda_fwd" and choice.backward is None
+    trained = cula.explain(getattr(cula_dist, name), q.requires_grad_(), q, q, -torch.rand(1, 8, 2, 16), beta, **ranks)
+    assert trained.backward is not None and trained.backward.op == "kda_bwd"
+    with pytest.raises(ValueError, match="beta"):
+        cula.explain(getattr(cula_dist, name), q, q, q, -torch.rand(1, 8, 2, 16), beta[:, :3], **ranks)

@@ -6,10 +6,10 @@ strides, dtype, device and alignment of every tensor, and every argument that is
 whose signature has been seen is made by its record; any other goes the long way (checks, choice, kernels) and leaves a record.
 Where a backend says how (`record.Sizes`), a record holds for other numbers of tokens and sequences as well.
 
-What differs between calls of one signature is looked at each time. Here: gradients and `CULA_CHECK`, which go the long way.
-(Inside of an autograd node there are no gradients to make, and its forward and backward have records of their own.) In a record:
-addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way and leaves
-the record as it is. On a CPU there are no records: offsets and slots are checked there on every call.
+What differs between calls of one signature is looked at each time. Here: gradients, forward-mode AD and `CULA_CHECK`, which go
+the long way. (Inside of an autograd node there are no gradients to make, and its forward and backward have records of their own.)
+In a record: addresses, streams, the current device; a record that does not fit these returns None, and the call goes the long way
+and leaves the record as it is. On a CPU there are no records: offsets and slots are checked there on every call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from cula import settings
 from cula.core.replay import record
 from cula.core.replay.record import LaunchRecord, Replayer, Tensors
+from cula.core.replay.torch_internals import is_forward_mode
 
 CAPACITY = 4096  # signatures; a serving engine has some hundred, and one that outruns this starts over
 
@@ -43,7 +44,7 @@ class ReplayCache:
     def run(self, tensors: Tensors, static_args: Hashable) -> Any:
         """What the record for such a call returns. NotImplemented: there is none; None: there is one that does not fit. The call
         then goes the long way."""
-        if self._first is None or settings.check_values():
+        if self._first is None or settings.check_values() or is_forward_mode():
             return NotImplemented
         done = self._first(self._latest, tensors, static_args)
         if done is not NotImplemented or torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
@@ -99,7 +100,7 @@ class ChoiceCache:
 
     def find(self, tensors: Tensors, static_args: Hashable) -> Any:
         """What was kept for such a call; None if nothing was."""
-        if not self._known or settings.check_values():
+        if not self._known or settings.check_values() or is_forward_mode():
             return None
         return self._known.get((record.forms(tensors), static_args))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
@@ -44,6 +45,11 @@ is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCaptu
 # How many `TorchDispatchMode`s are on: `make_fx`, selective checkpointing, counters. They see operators, and not what is launched
 # beside them.
 modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open: outside of one no tensor has a tangent. False where torch does not say."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def form_of(t: Tensor) -> Form:

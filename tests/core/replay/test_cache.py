@@ -89,6 +89,16 @@ def test_checks_of_values_are_not_skipped(on_cpu, monkeypatch):
     assert known.run(tensors(), "static") is NotImplemented
 
 
+def test_forward_mode_goes_the_long_way(on_cpu):
+    """A tangent is no part of a signature."""
+    known, chosen = cache.ReplayCache(), cache.ChoiceCache()
+    known.keep(tensors(), "static", lambda: lambda t: t)
+    chosen.keep(tensors(), "static", "found")
+    assert known.run(tensors(), "static") is not NotImplemented and chosen.find(tensors(), "static") == "found"
+    with torch.autograd.forward_ad.dual_level():
+        assert known.run(tensors(), "static") is NotImplemented and chosen.find(tensors(), "static") is None
+
+
 def test_tensors_of_an_export_have_no_records(on_cpu, monkeypatch):
     """Their sizes may be symbols, which are no part of a signature."""
     known = cache.ReplayCache()
