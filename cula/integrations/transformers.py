@@ -90,12 +90,11 @@ def chunk(
 ) -> Result:
     """The gated delta rule (g of one value a head) or KDA (one a channel) over sequences, as transformers calls it.
 
-    States are `[N, HV, K, V]`. Of what transformers hands on besides, `cu_seqlens` counts; the rest is for others.
+    States are `[N, HV, K, V]`. Of what transformers hands on besides, `cu_seqlens` or `cu_seq_lens_q` counts; the rest is for
+    others.
     """
     count("transformers.chunk")
-    return _chunk(
-        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, kwargs.get("cu_seqlens")
-    )
+    return _chunk(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, _offsets(kwargs))
 
 
 def recurrent(
@@ -112,7 +111,8 @@ def recurrent(
     """The same for a token, as transformers calls it in generation; with gradients where they are asked for."""
     count("transformers.recurrent")
     tensors = (query, key, value, g, beta, initial_state)
-    options = (initial_state, output_final_state, use_qk_l2norm_in_kernel, kwargs.get("cu_seqlens"))
+    cu_seqlens = _offsets(kwargs) if query.shape[1] > 1 else kwargs.get("cu_seqlens")  # rows of a token are apart as they are
+    options = (initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _chunk(query, key, value, g, beta, *options)
     h0, final, norm, cu_seqlens = options
@@ -121,6 +121,13 @@ def recurrent(
         query, key, value, g=g, beta=beta, initial_state=h0, output_final_state=bool(final), use_qk_l2norm_in_kernel=norm,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
+
+
+def _offsets(kwargs: dict[str, Any]) -> Tensor | None:
+    """Where packed sequences begin. Layers of the gated delta rule call it `cu_seqlens`; those of KDA (Kimi-Linear, GLM, Ling)
+    hand the model's keywords on, in which it is `cu_seq_lens_q`."""
+    cu_seqlens = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h0: Any, final: bool, norm: bool, cu_seqlens: Any) -> Result:
