@@ -70,6 +70,19 @@ def cula_gdn(
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
+@overload
+def cula_gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    return_intermediate_states: bool,
+    **keywords: Unpack[GdnKeywords],
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
+
+
 @nvtx_range
 def cula_gdn(
     q: Tensor,

@@ -8,18 +8,19 @@ its `**kwargs` is named here, so that callers who filter by name (Hugging Face) 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from cula.core import checks
-from cula.core.checks import IO_DTYPES
 from cula.core.constants import CHUNK
 from cula.core.cp_context import from_cp_context
 from cula.core.fla import (
     check_first_states,
     check_floating,
+    check_state_chunks,
+    of_one_dtype,
     recurrent,
     refuse_head_first,
     state_layout,
@@ -31,6 +32,32 @@ from cula.core.prefill import prefill
 from cula.gdn.family import FAMILY
 from cula.gdn.problem import GdnInputs, GdnOptions
 from cula.kda.family import FAMILY as KDA
+
+
+@overload
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None, cp_context: Any = None, *,
+    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = CHUNK,
+    transpose_state_layout: bool | None = None, head_first: bool | None = None, initial_state_indices: None = None,
+    return_intermediate_states: bool = False, backend: str = "auto", **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+
+
+@overload
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, *, initial_state_indices: Tensor, **kwargs: Any,
+) -> tuple[Tensor, None, Tensor | None]: ...  # fmt: skip
+
+
+@overload
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, *, initial_state_indices: Tensor | None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, None, Tensor | None]: ...  # fmt: skip
 
 
 def chunk_gated_delta_rule(
@@ -70,7 +97,7 @@ def chunk_gated_delta_rule(
         cu_seqlens: offsets `[N + 1]`, int32 or int64.
         cu_seqlens_cpu, chunk_indices: accepted for FLA's callers; not needed.
         cp_context: FLA's context-parallel context; deprecated, use `cula.dist.cula_gdn_cp`.
-        chunk_size: 16, 32 or 64, a hint: the result does not depend on it.
+        chunk_size: 16, 32 or 64, a hint: the result does not depend on it. It must be 64 with `return_intermediate_states`.
         transpose_state_layout: FLA's old name of `state_v_first`.
         initial_state_indices: SGLang's form. `initial_state` is then a pool `[P, HV, V, K]`, of which sequence n reads and
             writes slot `initial_state_indices[n]` (a negative one starts at zero and writes nothing).
@@ -86,6 +113,7 @@ def chunk_gated_delta_rule(
     refuse_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
+    check_state_chunks(who, chunk_size, return_intermediate_states)
     warn_of_ignored(who, kwargs)
     checks.check_tokens(who, q=q, k=k, v=v)
     state_v_first = state_layout(state_v_first, transpose_state_layout)
@@ -100,7 +128,7 @@ def chunk_gated_delta_rule(
         output_final_state=output_final_state,
     )
     io_dtype = q.dtype
-    q, k, v = _of_one_dtype(who, q, k, v)
+    q, k, v = of_one_dtype(who, q, k, v)
     if cp_context is not None:
         x = GdnInputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
         o, final_state = from_cp_context(FAMILY, x, options, Serving(), None, cp_context, None, backend, {}, who)
@@ -174,7 +202,7 @@ def fused_recurrent_gated_delta_rule(
     else:
         A_log = dt_bias = None
     io_dtype = v.dtype
-    q, k, v = _of_one_dtype(who, q, k, v)
+    q, k, v = of_one_dtype(who, q, k, v)
     if beta is None:
         beta = v.new_ones(v.shape[:3])
     switches: dict[str, Any] = {
@@ -207,13 +235,3 @@ def fused_recurrent_gated_delta_rule(
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
-
-
-def _of_one_dtype(who: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FLA takes q, k and v of several dtypes; kernels take one."""
-    if q.dtype == k.dtype == v.dtype:
-        return q, k, v
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        checks.check_dtype(who, name, t, IO_DTYPES)
-    widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    return q.to(widest), k.to(widest), v.to(widest)

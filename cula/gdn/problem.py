@@ -118,6 +118,7 @@ def check_gdn(x: GdnInputs, options: GdnOptions, who: str = "cula_gdn") -> tuple
             f"{who}: g has shape {checks.shape_of(x.g)}, one gate a channel; the gated delta rule has one a head, [B, T, HV]: "
             "use cula_kda for gates [B, T, HV, K]"
         )
+    _check_has_rates(who, options, x.A_log)
     if x.initial_state is not None:
         checks.check_tensor(who, "initial_state", x.initial_state)
         checks.check_dtype(who, "initial_state", x.initial_state, IO_DTYPES)
@@ -149,4 +150,11 @@ def check_gdn_decode(
             f"{who}: g has shape {checks.shape_of(x.g)}, one gate a channel; mode 'gdn' has one a head, "
             f"{dims.lead_name}, HV]: use mode='kda'"
         )
+    _check_has_rates(who, options, x.A_log)
     return check_kda_decode(x, options, dims, who)
+
+
+def _check_has_rates(who: str, options: GdnOptions | DecodeOptions, A_log: Tensor | None) -> None:
+    """KDA's gate may do without, where it has a bound."""
+    if options.use_gate_in_kernel and A_log is None:
+        raise ValueError(f"{who}: use_gate_in_kernel=True needs A_log [HV], which is None")

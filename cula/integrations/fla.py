@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cula import settings
-from cula.core.constants import MAX_DECODE_TOKENS
+from cula.core.constants import CHUNK, MAX_DECODE_TOKENS
+from cula.core.fla import is_decode_on_pool
 from cula.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from cula.integrations.changes import Changes, count, logger
 from cula.kda import chunk_kda, fused_recurrent_kda
-from cula.lightning import chunk_simple_gla
+from cula.lightning import chunk_simple_gla, fused_recurrent_simple_gla
 
 PRIORITY = 2  # FLA asks lower numbers first; FlashKDA and FlashQLA have 3, TileLang 5
 MAX_GPU_KEY_DIM = 256  # beyond it cuLA's GPU kernels do not reach, and its torch backend is no gain on a GPU
@@ -115,13 +116,14 @@ def _dims_objection(a: Arguments) -> str | None:
 def _why_not_chunk_kda(a: Arguments) -> str | None:
     if a.get("use_graph"):
         return "use_graph=True asks for FLA's CUDA graphs; cuLA replays launches itself"
+    if a.get("return_intermediate_states") and a.get("chunk_size", CHUNK) != CHUNK:
+        return f"states every {a['chunk_size']} tokens; cuLA has those every {CHUNK}"
     return _shared_objection(a)
 
 
 def _why_not_recurrent_kda(a: Arguments) -> str | None:
     uses_pool = a.get("inplace_final_state", True) or a.get("ssm_state_indices") is not None
-    is_short = a.get("cu_seqlens") is None and 0 < a["q"].shape[1] <= MAX_DECODE_TOKENS
-    if uses_pool and not is_short:
+    if uses_pool and not is_decode_on_pool(a["q"], a.get("cu_seqlens"), a.get("ssm_state_indices")):
         return f"slots of a pool go with 1 to {MAX_DECODE_TOKENS} tokens of every sequence"
     return _shared_objection(a)
 
@@ -144,35 +146,18 @@ def _why_not_simple_gla(a: Arguments) -> str | None:
     return _dims_objection(a)
 
 
-def _is_one_token_each(a: Arguments) -> bool:
-    """Whether packed sequences are known to have a token each. What lies on a GPU is not read."""
-    cu_seqlens = a.get("cu_seqlens")
-    if cu_seqlens is None or cu_seqlens.shape[0] - 1 != a["q"].shape[1]:
-        return False
-    return cu_seqlens.shape[0] == 2 or (cu_seqlens.device.type == "cpu" and bool((cu_seqlens.diff() == 1).all()))
-
-
-def _by_rows(function: Callable[..., Any], a: Arguments) -> Any:
-    """FLA's layers pack every step of a generation, `[1, N, heads, dim]`; as rows `[N, 1, heads, dim]` it is a decode."""
-    if not _is_one_token_each(a):
-        return function(**a)
-    rows = {name: a[name].transpose(0, 1) for name in ("q", "k", "v", "g", "gk", "beta") if a.get(name) is not None}
-    o, state = function(**a | rows | {"cu_seqlens": None})
-    return o.transpose(0, 1), state
-
-
 def _run_recurrent_kda(a: Arguments) -> Any:
-    return _by_rows(fused_recurrent_kda, Arguments(inplace_final_state=True) | a)
+    return fused_recurrent_kda(**Arguments(inplace_final_state=True) | a)
 
 
 def _run_recurrent_gdn(a: Arguments) -> Any:
     """FLA's inner function: A_log is None unless the kernel makes the gate."""
-    return _by_rows(fused_recurrent_gated_delta_rule, Arguments(use_gate_in_kernel=a.get("A_log") is not None) | a)
+    return fused_recurrent_gated_delta_rule(**Arguments(use_gate_in_kernel=a.get("A_log") is not None) | a)
 
 
-def _run_simple_gla(a: Arguments) -> Any:
+def _run_simple_gla(function: Callable[..., Any], a: Arguments) -> Any:
     left_out = ("reverse", "chunk_size", "gk", "gv")
-    return chunk_simple_gla(**{name: value for name, value in a.items() if name not in left_out})
+    return function(**{name: value for name, value in a.items() if name not in left_out})
 
 
 SERVED = (
@@ -187,9 +172,13 @@ SERVED = (
         _why_not_recurrent_gdn,
     ),
     Served(
-        "fla.ops.simple_gla.chunk", "ChunkSimpleGLAFunction", _run_simple_gla, _why_not_simple_gla, is_autograd_function=True
+        "fla.ops.simple_gla.chunk", "ChunkSimpleGLAFunction", functools.partial(_run_simple_gla, chunk_simple_gla),
+        _why_not_simple_gla, is_autograd_function=True,
     ),
-    Served("fla.ops.simple_gla.fused_recurrent", "fused_recurrent", _run_simple_gla, _why_not_simple_gla),
+    Served(
+        "fla.ops.simple_gla.fused_recurrent", "fused_recurrent",
+        functools.partial(_run_simple_gla, fused_recurrent_simple_gla), _why_not_simple_gla,
+    ),
 )  # fmt: skip
 
 _changes = Changes()

@@ -75,6 +75,19 @@ def cula_kda(
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
+@overload
+def cula_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    return_intermediate_states: bool,
+    **keywords: Unpack[KdaKeywords],
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
+
+
 @nvtx_range
 def cula_kda(
     q: Tensor,

@@ -145,6 +145,7 @@ def test_cula_is_asked_first():
     [
         ("chunk_kda", "chunk_kda", {"cp_context": object()}, "use cula.dist"),
         ("chunk_kda", "chunk_kda", {"use_graph": True}, "use_graph=True asks for FLA's CUDA graphs"),
+        ("chunk_kda", "chunk_kda", {"return_intermediate_states": True, "chunk_size": 32}, "states every 32 tokens"),
         ("chunk_kda", "chunk_kda", {"beta": torch.ones(1, 10, 2, 32)}, "one value a channel"),
         ("kda", "fused_recurrent_kda_fwd", {"inplace_final_state": True}, "slots of a pool go with 1 to 8 tokens"),
         ("gated_delta_rule", "chunk_gated_delta_rule", {"cp_context": object()}, "use cula.dist"),
@@ -270,10 +271,10 @@ def test_flas_gates_of_both_kinds_or_none(names):
     assert CALLS == {"fla.fused_recurrent_gated_delta_rule_fwd": 1}
 
 
-@pytest.mark.parametrize("lengths", [(1, 1, 1), (2, 0, 1), (1,)])
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (2, 0, 1), (1,), (9, 0)])
 @pytest.mark.parametrize("name", ["kda", "gdn"])
 def test_packed_steps_of_a_generation(name, lengths, monkeypatch):
-    """Packed sequences of a token each are a decode; as many tokens as sequences alone do not say so."""
+    """Packed sequences of few tokens each are a decode."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
 
@@ -288,7 +289,7 @@ def test_packed_steps_of_a_generation(name, lengths, monkeypatch):
     o, state = function(**named, initial_state=h0, output_final_state=True)
     want, want_state = reference.kda(**t)
     assert relative_error(o, want) < 1e-5 and relative_error(state.transpose(-1, -2), want_state) < 1e-5
-    assert len(decodes) == (max(lengths) == 1)
+    assert len(decodes) == (max(lengths) <= 8)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 20, 20, 64], dtype=torch.int32)])

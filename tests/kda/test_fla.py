@@ -10,6 +10,7 @@ import cula.gdn
 import cula.lightning
 from cula import reference
 from cula.core.decode import decode
+from cula.core.fla import is_decode, is_decode_on_pool
 from cula.kda import chunk_kda, fused_recurrent_kda, kda_prefill_blackwell, kda_prefill_hopper
 from cula.reference import relative_error
 from tests.support.calls import KdaCall
@@ -64,10 +65,29 @@ def test_intermediate_states_follow_the_layout():
     assert torch.equal(h_kv, h_vk.transpose(-1, -2))
 
 
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gated_delta_rule"])
+def test_intermediate_states_of_other_chunks_are_refused(name):
+    """FLA has a state every `chunk_size` tokens, cuLA one every 64."""
+    t = KdaCall(T=70, scalar_gate="kda" not in name, initial_state=False).tensors()
+    more = {"return_intermediate_states": True}
+    if name == "chunk_gated_delta_rule":
+        more |= {"initial_state": torch.zeros(1, 2, 32, 32), "initial_state_indices": torch.tensor([0])}
+    assert FLAS[name](**t | more, chunk_size=64)[2].shape[1] == 2
+    with pytest.raises(ValueError, match=f"{name}: return_intermediate_states=True .* every 64 tokens; chunk_size is 32"):
+        FLAS[name](**t | more, chunk_size=32)
+
+
 def test_gate_parameters_may_come_along_unused():
     t = KdaCall(T=10).tensors()
     o, _ = chunk_kda(**t | {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2, 32)})
     assert torch.equal(o, chunk_kda(**t)[0])
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("bound", [-6.0, -2.0, 0.0])
+def test_a_bound_without_a_gate_to_make_is_ignored(function, bound):
+    t = KdaCall(T=10).tensors()
+    assert torch.equal(function(**t, lower_bound=bound)[0], function(**t)[0])
 
 
 def test_what_fla_ignores_is_ignored_with_a_warning():
@@ -102,6 +122,58 @@ def test_a_recurrent_call_of_few_tokens_is_a_decode(T, monkeypatch):
     o, state = fused_recurrent_kda(**t, **call.switches(), output_final_state=True, state_v_first=True)
     assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5
     assert torch.equal(t["initial_state"], before) and bool(taken) == (T <= 8)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("lens", [(1,), (1, 1, 1), (3, 0, 1), (8, 2, 5), (9, 1), (1,) * 12])
+def test_packed_rows_of_few_tokens_are_a_decode(lens, has_state, v_first, monkeypatch):
+    """As FLA's layers pack each step of a generation. On a CPU lengths are looked at."""
+    call = KdaCall(lens=lens, K=32, V=64, gate="bounded", norm=True, beta="sigmoid", initial_state=has_state)
+    t = call.tensors()
+    want_o, want_state = reference.kda(**t, **call.switches())
+    if has_state and not v_first:
+        t["initial_state"] = t["initial_state"].mT.contiguous()
+    before = t["initial_state"].clone() if has_state else None
+    taken = []
+    monkeypatch.setattr("cula.core.fla.decode", lambda *a, **kw: taken.append(1) or decode(*a, **kw))
+    o, state = fused_recurrent_kda(**t, **call.switches(), output_final_state=True, state_v_first=v_first)
+    alone, none = fused_recurrent_kda(**t, **call.switches(), state_v_first=v_first)
+    assert relative_error(o, want_o) < 1e-5 and torch.equal(o, alone) and none is None
+    assert relative_error(state if v_first else state.mT, want_state) < 1e-5
+    assert not has_state or torch.equal(t["initial_state"], before)
+    assert bool(taken) == (max(lens) <= 8)
+
+
+def test_wrong_offsets_of_few_tokens_are_refused():
+    t = KdaCall(lens=(2, 3), initial_state=False).tensors()
+    for offsets, match in (((0, 3, 2), "cu_seqlens"), ((0, 2, 4), "cu_seqlens"), ((1, 2, 5), "cu_seqlens")):
+        with pytest.raises(ValueError, match=match):
+            fused_recurrent_kda(**t | {"cu_seqlens": torch.tensor(offsets)})
+
+
+def test_lengths_that_a_gpu_has_are_not_read():
+    """What is known without them: all tokens together are few, or there is one sequence."""
+    meta = {"device": "meta"}
+    for tokens, rows, wanted in ((8, 3, True), (8, 8, True), (9, 9, False), (9, 1, False)):
+        q, offsets = torch.empty(1, tokens, 2, 4, **meta), torch.empty(rows + 1, dtype=torch.int32, **meta)
+        assert is_decode(q, offsets) is wanted
+        slots = torch.empty(rows, 4, dtype=torch.int32, **meta)  # each row has at most four tokens
+        assert is_decode_on_pool(q, offsets, slots) and is_decode_on_pool(q, offsets, slots[:, 0]) is wanted
+
+
+def test_packed_rows_on_a_pool():
+    """vLLM's form: a slot for each token of a row, rows of several lengths."""
+    call = KdaCall(lens=(3, 1, 2), K=32, V=32, initial_state=False)
+    t = call.tensors()
+    pool, slots = torch.randn(9, 2, 32, 32), torch.tensor([[4, 5, 6], [0, 1, 2], [7, 8, 3]])
+    tokens = {n: t[n] for n in ("q", "k", "v", "g", "beta", "cu_seqlens")}
+    want_o, want_pool, _ = reference.decode(**tokens, state=pool, state_indices=slots)
+    o, state = fused_recurrent_kda(
+        **tokens, initial_state=pool, ssm_state_indices=slots, state_v_first=True, inplace_final_state=True
+    )
+    assert state is pool
+    assert relative_error(o, want_o) < 1e-5 and relative_error(pool, want_pool) < 1e-5
 
 
 def test_a_recurrent_call_on_a_pool():
@@ -166,6 +238,39 @@ def test_first_states_are_named_as_they_came(name, T):
         FLAS[name](**t, initial_state=[0])
 
 
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("name", [*FLAS, "fused_recurrent_simple_gla", "chunk_lightning_attn"])
+def test_tokens_of_several_dtypes_are_brought_to_the_widest(name, T):
+    """FLA's kernels read each as it is. o is in v's dtype where FLA makes it like v, in q's elsewhere."""
+    function = FLAS.get(name) or getattr(cula.lightning, name)
+    t = KdaCall(T=T, H=2, scalar_gate="kda" not in name, initial_state=False).tensors()
+    t = {n: t[n] for n in (("q", "k", "v", "g", "beta") if "kda" in name or "delta" in name else ("q", "k", "v"))}
+    more = {"layer_idx": 0, "num_layers": 2} if "lightning" in name else {}
+    for n, dtype in (("q", torch.bfloat16), ("v", torch.float16)):
+        t[n] = t[n].to(dtype)
+    want, _ = function(**t | {n: t[n].float() for n in "qkv"}, **more)
+    o, _ = function(**t, **more)
+    of_v = name in ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
+    assert o.dtype == (torch.float16 if of_v else torch.bfloat16)
+    assert torch.equal(o, want.to(o.dtype))
+    with pytest.raises(TypeError, match=f"{name}: v has dtype int8; expected bfloat16, float16, float32"):
+        function(**t | {"v": t["v"].to(torch.int8)}, **more)
+
+
+def test_gradients_and_states_of_tokens_of_several_dtypes():
+    t = KdaCall(T=70, initial_state=False).tensors()
+    t["q"], t["v"] = t["q"].bfloat16(), t["v"].half().requires_grad_()
+    (dv,) = torch.autograd.grad(chunk_kda(**t)[0].sum(), t["v"])
+    assert dv.dtype == torch.float16
+    with torch.no_grad():
+        assert chunk_kda(**t, return_intermediate_states=True)[2].dtype == torch.bfloat16
+        out = torch.empty(1, 70, 2, 32)
+        assert fused_recurrent_kda(**t, out=out)[0] is out
+    rows = {n: t[n][:, :2] for n in ("q", "k", "v", "g", "beta")}
+    o, _ = fused_recurrent_kda(**rows, initial_state=torch.zeros(1, 2, 32, 32), inplace_final_state=True)
+    assert o.dtype == torch.float16 and relative_error(o, fused_recurrent_kda(**rows)[0]) < 1e-3
+
+
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
 def test_warnings_point_at_the_caller(function):
     t = KdaCall(T=3).tensors()
@@ -203,6 +308,26 @@ def test_compile_without_a_graph_break():
         torch.testing.assert_close(a, b)
 
 
+OLD_NAME = ("chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+
+
+@pytest.mark.filterwarnings("ignore:.*renamed to `state_v_first`")
+@pytest.mark.parametrize("name", FLAS)
+def test_keywords_that_get_a_warning_are_no_graph_break(name):
+    t = KdaCall(T=3, scalar_gate="kda" not in name, initial_state=False).tensors()
+    t = {n: t[n] for n in (("q", "k", "v") if "simple_gla" in name else ("q", "k", "v", "g", "beta"))}
+    more = {"tune": 3} | ({"transpose_state_layout": True} if name in OLD_NAME else {})
+    torch._dynamo.reset()
+
+    def call(t):
+        return FLAS[name](**t, output_final_state=True, **more)
+
+    with pytest.warns(UserWarning, match="ignores tune"):
+        want = call(t)
+    for a, b in zip(want, torch.compile(call, fullgraph=True, backend="eager")(t)):
+        torch.testing.assert_close(a, b)
+
+
 def test_named_hardware_that_is_missing_is_a_clear_error():
     q = torch.randn(1, 4, 1, 128)
     with pytest.raises(RuntimeError, match=r"needs a Hopper GPU.*this is cpu"):
@@ -213,7 +338,7 @@ def test_named_hardware_that_is_missing_is_a_clear_error():
 
 def test_a_context_goes_to_the_backend_that_is_named(monkeypatch):
     taken = []
-    monkeypatch.setattr("cula.kda.fla.from_cp_context", lambda *args: taken.append(args))
+    monkeypatch.setattr("cula.kda.fla.from_cp_context", lambda *args: taken.append(args) or (q, None))
     q = torch.zeros(1, 4, 1, 8)
     chunk_kda(q, q, q, q, q[..., 0], cp_context=object(), backend="triton")
     assert "triton" in taken[0]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cula import lightning, reference
+from cula.core.decode import decode
 from cula.lightning import chunk_lightning_attn, chunk_simple_gla, fused_recurrent_simple_gla
 from cula.reference import relative_error
 from tests.kda.test_fla import signature
@@ -70,6 +71,15 @@ def test_heads_in_front_are_flas_error(name):
         FUNCTIONS[name](torch.randn(1, 4, 2, 8), head_first=True)
 
 
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "chunk_lightning_attn"])
+def test_chunk_sizes_that_are_no_powers_of_two_are_flas_error(name):
+    q = torch.randn(1, 4, 2, 8)
+    FUNCTIONS[name](q, chunk_size=32)
+    for size in (0, 48, -16):
+        with pytest.raises(ValueError, match=f"`chunk_size` must be a power of 2, got {size}."):
+            FUNCTIONS[name](q, chunk_size=size)
+
+
 def test_flas_old_name_of_the_states_layout():
     q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 16)
     with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
@@ -77,3 +87,25 @@ def test_flas_old_name_of_the_states_layout():
     assert state.shape == (1, 2, 16, 8)
     with pytest.raises(ValueError, match="Cannot pass both"):
         fused_recurrent_simple_gla(q, q, v, state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("lens", [None, (1, 1, 1), (3, 0, 1), (9, 1)])
+def test_a_recurrent_call_of_few_tokens_is_a_decode(lens, monkeypatch):
+    """Without a gradient; and the initial state stays as it is."""
+    B, T = (2, 3) if lens is None else (1, sum(lens))
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, T, 2, 32, generator=gen) for _ in range(3))
+    gamma = -torch.rand(2, generator=gen)
+    cu = None if lens is None else torch.tensor([0, *lens]).cumsum(0)
+    h0 = torch.randn(2 if lens is None else len(lens), 2, 32, 32, generator=gen)
+    before, taken = h0.clone(), []
+    monkeypatch.setattr("cula.core.fla.decode", lambda *a, **kw: taken.append(1) or decode(*a, **kw))
+    options = {"g_gamma": gamma, "initial_state": h0, "output_final_state": True, "cu_seqlens": cu}
+    o, state = fused_recurrent_simple_gla(q, k, v, **options)
+    assert bool(taken) == (lens is None or max(lens) <= 8)
+    want_o, want_state = chunk_simple_gla(q, k, v, **options)
+    assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5 and torch.equal(h0, before)
+    taken.clear()
+    o, _ = fused_recurrent_simple_gla(q.requires_grad_(), k, v, **options)
+    o.sum().backward()
+    assert q.grad is not None and not taken
