@@ -30,18 +30,20 @@ class Model:
 
 
 # vLLM and Hugging Face hand over finished log decays in float32, also of bounded gates; SGLang hands over the raw ones, and all
-# decode from those. For GDN vLLM normalises q and k itself, and SGLang leaves that to the kernel.
+# decode from those. For GDN vLLM normalises q and k itself, and SGLang leaves that to the kernel; both have dt_bias in the
+# model's dtype.
 FINISHED, RAW = ("norm", "h0", "ht", "f32"), ("gate", "sigmoid", "norm")
 GDN_CALLERS = (("vLLM", ("h0", "ht")), ("SGLang", ("norm", "pool")))
+GDN_RAW = (*RAW, "bias")
 
 MODELS = (
     Model("Kimi-Linear-48B", "kda", 32, 32, (1, 2, 4), "init", (("vLLM", FINISHED), ("SGLang", (*RAW, "pool"))), RAW),
     Model("Kimi-K3", "kda", 96, 96, (2, 4, 8), "fast", (("vLLM", (*RAW, "h0", "ht")), ("HF", FINISHED)), RAW),
     Model("Ling-3.0-Flash", "kda", 32, 32, (1,), "fast", (("HF", ("norm", "h0", "ht")),), RAW, "bfloat16"),
-    Model("Qwen3-Next-80B", "gdn", 16, 32, (1, 2, 4), "init", GDN_CALLERS, RAW, "bfloat16"),
-    Model("Qwen3.5-397B", "gdn", 16, 64, (2, 4, 8), "init", GDN_CALLERS, RAW),
-    Model("Qwen3.5-35B", "gdn", 16, 32, (), "init", GDN_CALLERS, RAW),
-    Model("Qwen3.5-27B", "gdn", 16, 48, (), "init", GDN_CALLERS, RAW),
+    Model("Qwen3-Next-80B", "gdn", 16, 32, (1, 2, 4), "init", GDN_CALLERS, GDN_RAW, "bfloat16"),
+    Model("Qwen3.5-397B", "gdn", 16, 64, (2, 4, 8), "init", GDN_CALLERS, GDN_RAW),
+    Model("Qwen3.5-35B", "gdn", 16, 32, (), "init", GDN_CALLERS, GDN_RAW),
+    Model("Qwen3.5-27B", "gdn", 16, 48, (), "init", GDN_CALLERS, GDN_RAW),
     Model("MiniMax-Text-01", "lightning", 64, 64, (1, 8), "slopes", (("SGLang", ("pool",)), ("HF", ("h0", "ht"))), ()),
 )
 

@@ -53,7 +53,7 @@ def test_the_kernels_of_a_model():
         "kda_f16_gate_bf16",
         "kda_f16_log_f32",
     ]
-    assert {"gdn_plain_half", "gdn_norm_half", "decode_1_bf16_scalar"} <= set(kernels("qwen3-next"))
+    assert {"gdn_plain_half", "gdn_norm_half", "decode_1_bf16_scalar", "decode_steps_bf16_scalar"} <= set(kernels("qwen3-next"))
     assert {"lightning_d128", "lightning_ends_d128"} <= set(kernels("minimax"))
     assert kernels("kimi-k3", 8, arch=BLACKWELL, sm=(10, 0)) == ["decode_steps_f32", "kda_f16_gate_bf16", "kda_f16_log_f32"]
 

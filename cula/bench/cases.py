@@ -21,6 +21,7 @@ FLAGS = {
     "ht": "return the last state",
     "scalar": "one gate a head (gated delta rule) instead of one a channel",
     "f32": "gates and betas in float32 beside tokens in another dtype",
+    "bias": "the gate's bias in the dtype of the tokens, as engines have Qwen's",
     "pool": "first and last states in slots of a pool, in place (prefill)",
     "keep": "the states after each draft token are kept (decode)",
     "invariant": "the same bits alone, in any batch and packed",
@@ -30,6 +31,7 @@ HOST_MODES = {"host": "", "host-o": "makes o", "host-lengths": "another length e
 LABELLED = {
     "scalar": "one gate a head",
     "f32": "float32 gates",
+    "bias": "16-bit bias",
     "pool": "on a pool",
     "keep": "states kept",
     "invariant": "batch invariant",

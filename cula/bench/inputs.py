@@ -106,6 +106,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     bench_of(case.family).add_inputs(x, random)
     if case.has("f32"):
         x.g, x.beta = (None if t is None else t.float() for t in (x.g, x.beta))
+    if case.has("bias") and x.dt_bias is not None:
+        x.dt_bias = x.dt_bias.to(case.torch_dtype)
     if case.is_decode:
         slots = case.N + SPARE_SLOTS
         x.h0 = random.normal(slots, case.HV, case.V, case.K, dtype=DTYPES[case.pool])

@@ -63,6 +63,18 @@ def test_drafts_keep_their_states():
     assert max(check.errors(call.read(call.run()), check.expected(x, part), case, part).values()) < 1e-5
 
 
+def test_qwens_bias_has_the_dtype_of_its_tokens():
+    of_qwen = [c for c in suites.build(["models"], "cuda") if c.model.startswith("Qwen")]
+    assert all(c.has("bias") == c.is_decode for c in of_qwen)
+    case = Case("models", "gdn_decode", (1, 1), 2, 4, 16, 16, "init", "bfloat16", ("gate", "sigmoid", "norm", "bias"))
+    x = make(case, CPU)
+    assert x.dt_bias.dtype == torch.bfloat16 and x.A_log.dtype == torch.float32
+    part = check.choose_slice(case, CPU)
+    call = Cula().prepare(x)
+    errors = check.errors(call.read(call.run()), check.expected(x, part), case, part)
+    assert errors["o"] < 2.2e-3 and errors["state"] < 1e-5
+
+
 def test_floors_count_what_moves():
     plain = replace(SMALL, flags=("norm", "h0", "ht"), dtype="bfloat16")
     pool = replace(plain, flags=("norm", "pool"))

@@ -39,7 +39,7 @@ TALL_STATES = range(96, 1025)
 # and there are 132.
 PREFETCH_STATES = 330
 
-PARAMETERS = ("A_log", "dt_bias")  # read in float32; in other dtypes they are converted in front of the kernel
+PARAMETERS = ("A_log", "dt_bias")  # in dtypes that a kernel does not read, they are converted to float32 in front of it
 
 Tensors = Mapping[str, Tensor | None]  # by their names in `DECODE`
 
@@ -92,7 +92,7 @@ def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
         return None
     if p.pool_dtype == torch.float32:
         return "triton", "leaves one token on float32 states to triton, which is faster than its own there"
-    if not p.has_float32_parameters:
+    if not (p.has_float32_parameters or p.has_scalar_gate):
         return "triton", "leaves one token with A_log or dt_bias in 16 bits to triton, which reads them as they are"
     return None
 
@@ -174,8 +174,15 @@ def _unreadable(p: DecodeProblem, tensors: Tensors) -> list[str]:
     read_in_vectors = (*TOKEN_TENSORS, "dt_bias") if reads_bias else TOKEN_TENSORS
     given = [(name, tensors[name]) for name in read_in_vectors]
     found = [name for name, t in given if t is not None and not _is_readable(t, align[name])]
-    in_16_bits = [name for name in PARAMETERS if (t := tensors[name]) is not None and t.dtype != torch.float32]
-    return [*dict.fromkeys((*found, *in_16_bits))]
+    read = (torch.float32, torch.bfloat16) if _reads_16_bits(p) else (torch.float32,)
+    in_others = [name for name in PARAMETERS if (t := tensors[name]) is not None and t.dtype not in read]
+    return [*dict.fromkeys((*found, *in_others))]
+
+
+def _reads_16_bits(p: DecodeProblem) -> bool:
+    """Whether the kernel reads the gate's parameters in bfloat16 as well: with one gate a head, as engines have them, but for
+    several tokens that meet the state at once."""
+    return p.has_scalar_gate and (p.T == 1 or goes_by_steps(p))
 
 
 def _is_readable(t: Tensor, align: int) -> bool:
@@ -237,6 +244,8 @@ def _flags(p: DecodeProblem, tensors: Tensors) -> int:
         | Flag.ACCEPTED_IS_I64 * is_i64("num_accepted_tokens")
         | Flag.KEPT_ROWS_IS_I64 * is_i64("intermediate_state_indices")
         | Flag.OFFSETS_IS_I64 * is_i64("cu_seqlens")
+        | Flag.A_IS_F32 * _is_f32(tensors["A_log"])
+        | Flag.BIAS_IS_F32 * _is_f32(tensors["dt_bias"])
     )
 
 

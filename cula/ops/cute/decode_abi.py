@@ -33,6 +33,9 @@ class Flag(enum.IntFlag):
     ACCEPTED_IS_I64 = enum.auto()
     KEPT_ROWS_IS_I64 = enum.auto()
     OFFSETS_IS_I64 = enum.auto()
+    # Of kernels for one gate a head, which read the gate's parameters in either dtype; otherwise bfloat16:
+    A_IS_F32 = enum.auto()
+    BIAS_IS_F32 = enum.auto()
 
 
 TOKEN_TENSORS = ("q", "k", "v", "o", "g", "beta")  # [N, T, heads, channels], or [N, T, heads]
@@ -58,6 +61,7 @@ _STRIDES_OF_DRAFTS = i64(
     "kept_row", "kept_token", "kept_head", "token_slot_stride", "accepted_stride", "kept_rows_stride", "offsets_stride"
 )  # fmt: skip
 STEPS = Abi("decode_steps", DECODE.addresses, _OF_DRAFTS, DECODE.numbers, _STRIDES_OF_DRAFTS)
+_OF_PARAMETERS = {"A_log": 2, "dt_bias": 2}  # where they may be in bfloat16
 BESIDES = tuple(a.name for a in (*_OF_DRAFTS, *_STRIDES_OF_DRAFTS))  # what it has that `DECODE` has not
 
 
@@ -66,11 +70,11 @@ def decode_abi(T: int, has_scalar_gate: bool) -> Abi:
     """`DECODE` with the alignments of a call of T tokens. Gates a channel are read in vectors, and so is the bias of one token;
     several tokens have it copied number by number."""
     if has_scalar_gate:
-        return DECODE
+        return DECODE.with_alignment(**_OF_PARAMETERS) if T == 1 else DECODE
     return DECODE.with_alignment(g=16, **({"dt_bias": 16} if T == 1 else {}))
 
 
 @functools.cache
 def steps_abi(has_scalar_gate: bool) -> Abi:
     """`STEPS` with the alignments of a call: gates a channel are read in vectors."""
-    return STEPS if has_scalar_gate else STEPS.with_alignment(g=16)
+    return STEPS.with_alignment(**_OF_PARAMETERS if has_scalar_gate else {"g": 16})

@@ -52,6 +52,7 @@ class Call(NamedTuple):
     fewer: int = 0  # tokens than the kernel has, where it has several
     g: torch.dtype = torch.bfloat16
     beta: torch.dtype = torch.float32
+    parameters: torch.dtype = torch.float32
     indices: torch.dtype = torch.int32
     zero_is_null: bool = False
     is_normalised: bool = True
@@ -60,9 +61,12 @@ class Call(NamedTuple):
 
 CALLS = (
     Call((2, -1, 0), "bounded", is_scalar=False),
-    Call((0, 3, 1), "softplus", is_scalar=True, fewer=1, g=torch.float32, indices=torch.int64, zero_is_null=True),
+    Call(
+        (0, 3, 1), "softplus", is_scalar=True, fewer=1, g=torch.float32, parameters=torch.bfloat16, indices=torch.int64,
+        zero_is_null=True,
+    ),
     Call(None, "log", is_scalar=False, H=2, beta=torch.bfloat16, is_normalised=False, has_raw_beta=False),
-)
+)  # fmt: skip
 
 
 def make(call: Call, kernel: Kernel, device: torch.device, sm: tuple[int, int]) -> tuple[DecodeProblem, Any]:
@@ -89,8 +93,8 @@ def make(call: Call, kernel: Kernel, device: torch.device, sm: tuple[int, int]) 
         g, beta = normal(N, T, HV, *of_gate), normal(N, T, HV)
         tensors["g"] = (g if is_raw else -5.0 * torch.sigmoid(g)).to(call.g)
         tensors["beta"] = (beta if call.has_raw_beta else torch.sigmoid(beta)).to(call.beta)
-        tensors["A_log"] = 0.1 * normal(HV) if is_raw else None
-        tensors["dt_bias"] = 0.1 * normal(HV, *of_gate) if is_raw else None
+        tensors["A_log"] = (0.1 * normal(HV)).to(call.parameters) if is_raw else None
+        tensors["dt_bias"] = (0.1 * normal(HV, *of_gate)).to(call.parameters) if is_raw else None
     else:
         tensors["decay"] = 0.3 * torch.rand(HV, generator=random)
     options = DecodeOptions(

@@ -54,6 +54,8 @@ class Case:
     pool: torch.dtype = F32
     g: torch.dtype = BF16
     beta_dtype: torch.dtype = BF16
+    A: torch.dtype = F32
+    bias: torch.dtype = F32
     index: torch.dtype = torch.int32
     null_is_nonpositive: bool = False
     commit: bool = True
@@ -79,6 +81,9 @@ CASES = [
     Case(T=1, pool=BF16, has_scalar_gate=True, rows=(0, 3, -1), null_is_nonpositive=True, g=F32, beta_dtype=F32, H=2, HV=2),
     Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="log", forgets=True, norm=False, beta="plain", rows=None),
     Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus", has_bias=False, beta="negative", layout="odd"),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus", HV=3, bias=BF16),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus", HV=3, A=BF16, bias=BF16, g=F32, layout="packed"),
+    Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus", HV=3, A=BF16, has_bias=False),
     Case(T=1, pool=BF16, mode="lightning", norm=False, rows=(3, -1, 1), HV=2, H=2),
     Case(T=1, pool=BF16, mode="lightning", HV=2, layout="packed", index=torch.int64),
     Case(T=1, pool=BF16, mode="lightning", commit=False, rows=(0, 3), null_is_nonpositive=True),
@@ -175,8 +180,8 @@ def make(case: Case, device: str, sm: tuple[int, int] = HOPPER_SM) -> tuple[Deco
             indices,
             g=g.to(case.g).to(device),
             beta=beta.to(case.beta_dtype).to(device),
-            A_log=None if A_log is None else A_log.to(device),
-            dt_bias=bias.to(device) if has_bias and case.has_parameters and case.has_bias else None,
+            A_log=None if A_log is None else A_log.to(device, case.A),
+            dt_bias=bias.to(device, case.bias) if has_bias and case.has_parameters and case.has_bias else None,
             out=out,
         )
     else:
@@ -420,6 +425,31 @@ def test_parameters_in_16_bits_are_converted_for_the_kernel(launched, monkeypatc
     assert len(launched) == 1 and decode.record_decode(p, x, x) is None
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype", "is_read"),
+    [
+        (Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus"), BF16, True),
+        (Case(T=1, pool=BF16, mode="gdn", has_scalar_gate=True, gate="softplus"), torch.float16, False),
+        (Case(T=1, mode="gdn", has_scalar_gate=True, gate="softplus"), BF16, True),
+        (Case(T=2, mode="gdn", has_scalar_gate=True, gate="softplus"), BF16, False),
+        (Case(T=1, pool=BF16), BF16, False),
+    ],
+    ids=str,
+)
+def test_one_gate_a_head_has_its_parameters_read_as_they_are(launched, case, dtype, is_read):
+    p, x = make(case, "cpu")
+    x = x._replace(A_log=x.A_log.to(dtype), dt_bias=x.dt_bias.to(dtype))
+    decode.decode(p, x)
+    abi, given = decode._abi(p), launched[0][1]
+    at = [given[[a.name for a in abi.args].index(name)] for name in decode.PARAMETERS]
+    assert (at == [x.A_log.data_ptr(), x.dt_bias.data_ptr()]) == is_read
+    assert (decode.record_decode(p, x, x) is not None) == is_read
+    behind = tuple(torch.cat([t, t])[1 : 1 + t.shape[0]] for t in (x.A_log, x.dt_bias))  # at an odd multiple of two bytes
+    if is_read:
+        again = x._replace(A_log=behind[0], dt_bias=behind[1])
+        assert replay(decode.record_decode(p, x, x), again) is not None
+
+
 class LightningRows(NamedTuple):
     """Inputs of a family that has no gates, in an order of its own."""
 
@@ -496,6 +526,7 @@ def test_some_calls_are_not_recorded(launched):
         ({"T": 1}, "leaves one token on float32 states to triton"),
         ({"T": 1, "pool_dtype": BF16, "has_float32_parameters": False}, "leaves one token with A_log or dt_bias in 16 bits"),
         ({"has_float32_parameters": False}, None),
+        ({"T": 1, "pool_dtype": BF16, "has_float32_parameters": False, "has_scalar_gate": True}, None),
         ({"T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "T": 1, "pool_dtype": BF16, "has_scalar_gate": True}, None),
         ({"family": "gdn", "has_scalar_gate": True}, None),

@@ -49,6 +49,8 @@ class Case:
     gate: str = "bounded"
     pool: torch.dtype = F32
     g: torch.dtype = BF16
+    A: torch.dtype = F32
+    bias: torch.dtype = F32
     index: torch.dtype = torch.int32
     null_is_nonpositive: bool = False
     H: int = 1
@@ -68,6 +70,8 @@ CASES = [
     Case(keeps="rows", accepted=(1, 3), slots=(0, 3), mode="lightning", pool=BF16, null_is_nonpositive=True),
     Case(keeps="slots", slots=(0, 3), accepted=(3, 0), HV=2, gate="softplus", g=F32),
     Case(keeps="slots", slots=(3, -1), mode="gdn", has_scalar_gate=True, gate="softplus", pool=BF16, index=torch.int64),
+    Case(keeps="slots", mode="gdn", has_scalar_gate=True, gate="softplus", pool=BF16, HV=3, bias=BF16),
+    Case(keeps="buffer", mode="gdn", has_scalar_gate=True, gate="softplus", HV=3, A=BF16, bias=BF16),
     Case(keeps="slots", slots=(3, 0), commit=False, has_scalar_gate=True, gate="log", g=F32),
     Case(lengths=(1, 0, 4, 2), slots=(2, 1, 5, -1), is_ragged=True, H=2, HV=2),
     Case(lengths=(2, 1), slots=(2, 1), is_ragged=True, keeps="buffer", pool=BF16, index=torch.int64),
@@ -130,7 +134,9 @@ def make(case: Case, device: str, sm: tuple[int, int] = (9, 0)) -> Made:
     if case.mode == "lightning":
         x: Any = LightningDecodeInputs(*tokens, torch.rand(HV, generator=random).to(device), **common)
     else:
-        parameters = dict(A_log=normal(HV).to(device), dt_bias=normal(*gates).to(device)) if case.gate != "log" else {}
+        parameters = {}
+        if case.gate != "log":
+            parameters = {"A_log": normal(HV).to(device, case.A), "dt_bias": normal(*gates).to(device, case.bias)}
         x = KdaDecodeInputs(*tokens, g=g.to(device, case.g), beta=normal(*lead, HV).to(device, BF16), **parameters, **common)
     is_kda = case.mode != "lightning"
     options = DecodeOptions(

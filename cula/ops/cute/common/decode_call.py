@@ -26,7 +26,7 @@ class TokenTensor(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """Of a gate: [heads] or [heads, channels], float32."""
+    """Of a gate: [heads] or [heads, channels], float32; kernels for one gate a head read them in bfloat16, too."""
 
     at: Any
     head: Any

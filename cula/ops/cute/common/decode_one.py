@@ -59,9 +59,9 @@ class Token(NamedTuple):
     k: Any  # of a lane's channels
     q: Any
     v: Any  # of the row whose sums the lane gets
-    A: Any  # A_log; of Lightning -log d
+    A: Any  # A_log, with one gate a head as `load_halves` loads it; of Lightning -log d
     g: Any = None  # KDA: of four channels, or the head's
-    bias: Any = None  # likewise
+    bias: Any = None  # likewise, the head's as A_log
     b: Any = None
 
 
@@ -171,18 +171,21 @@ def addresses(rows: Any, call: Call, place: Place) -> Token:
     """Made before the kernel in front has ended."""
     n, hv, h, warp_row, _, lane = place
     q, k, v, g, beta, bias = call.q, call.k, call.v, call.g, call.beta, call.bias
+    size_of_A, size_of_bias = 4, 4
+    if rows.is_scalar:
+        size_of_A, size_of_bias = size_of(call.flags, Flag.A_IS_F32), size_of(call.flags, Flag.BIAS_IS_F32)
     channel = rows.first_channel(lane)
     at = [
         k.at + (k.offset(n, h) + channel) * 2,
         q.at + (q.offset(n, h) + channel) * 2,
         v.at + (v.offset(n, hv) + warp_row + rows.first_row(lane)) * 2,
-        call.A.at + Int64(hv * call.A.head) * 4,
+        call.A.at + Int64(hv * call.A.head) * size_of_A,
     ]
     if rows.is_kda:
         own = 0 if rows.is_scalar else rows.own_channel(lane)
         at += [
             g.at + (g.offset(n, hv) + own) * size_of(call.flags, Flag.G_IS_F32),
-            bias.at + Int64(hv * bias.head + own * bias.channel) * 4,
+            bias.at + Int64(hv * bias.head + own * bias.channel) * size_of_bias,
             beta.at + beta.offset(n, hv) * size_of(call.flags, Flag.BETA_IS_F32),
         ]
     return Token(*at)
@@ -193,15 +196,17 @@ def load_before_slot(*_: Any) -> None:
 
 
 def load_behind_state(rows: Any, call: Call, at: Token, found: None, place: Place) -> Token:
-    token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0), number_at(F32, at.A, 0)]
-    if rows.is_kda:
-        if rows.is_scalar:
-            token += load_halves(at.g, [I32(0)], (call.flags & Flag.G_IS_F32) != 0)
-            token.append(number_at(F32, at.bias, 0))
-        else:
+    token = [load_words(at.k, 4), load_words(at.q, 4), number_at(cutlass.Uint16, at.v, 0)]
+    if rows.is_scalar:
+        for address, is_f32 in ((at.A, Flag.A_IS_F32), (at.g, Flag.G_IS_F32), (at.bias, Flag.BIAS_IS_F32)):
+            token += load_halves(address, [I32(0)], (call.flags & is_f32) != 0)
+    else:
+        token.append(number_at(F32, at.A, 0))
+        if rows.is_kda:
             upper = (size_of(call.flags, Flag.G_IS_F32) - 2) * 4  # of 8 bytes the same twice, of 16 the others
             token.append((load_words(at.g, 2), load_words(at.g + upper, 2)))
             token.append(load_words(at.bias, 4))
+    if rows.is_kda:
         token += load_halves(at.b, [I32(0)], (call.flags & Flag.BETA_IS_F32) != 0)
     return Token(*token)
 
@@ -239,7 +244,8 @@ def decays_of_channels(rows: cutlass.Constexpr, call: cutlass.Constexpr, raw: cu
     """Of a lane's channels: it makes four, and gets the others from lane ^ 16; or the head's, for all of them."""
     decay = cute.make_rmem_tensor((CHANNELS,), F32)
     if cutlass.const_expr(rows.is_scalar):
-        A, bias = gate_parameters(call, raw.A, raw.bias)
+        A = number_of(raw.A, (call.flags & Flag.A_IS_F32) != 0)
+        A, bias = gate_parameters(call, A, number_of(raw.bias, (call.flags & Flag.BIAS_IS_F32) != 0))
         number = cute.make_rmem_tensor((1,), F32)
         number[0] = number_of(raw.g, (call.flags & Flag.G_IS_F32) != 0) + bias
         decay.fill(decays(number, A, call.lower_bound, call.flags)[0])

@@ -31,7 +31,7 @@ from cutlass import Int64
 from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.decode_call import Call, D, Place
 from cula.ops.cute.common.decode_frame import numbers_of, tensors_of
-from cula.ops.cute.common.decode_memory import number_at, packed, select, size_of, vector_at, widened
+from cula.ops.cute.common.decode_memory import load_halves, number_at, packed, select, size_of, vector_at, widened
 from cula.ops.cute.common.decode_one import CHANNELS, LANES, LOADS, SAME_ROW, OneToken, Token, addresses, intra
 from cula.ops.cute.common.decode_sums import sum_of_each
 from cula.ops.cute.common.fragments import flat
@@ -255,9 +255,7 @@ def run_tokens(
     at = addresses(rows, call, place)
     raw, ahead = cute.make_rmem_tensor((WORDS,), I32), cute.make_rmem_tensor((WORDS,), I32)
     load_token(rows, call, at, row.first, raw)
-    A = number_at(F32, at.A, 0)
-    bias = cute.make_rmem_tensor((4,), I32)
-    load_bias(rows, call, at, bias)
+    A, bias = load_parameters(rows, call, at)
     for t in cutlass.range(row.count, unroll=1):
         load_token(rows, call, at, row.first + cutlass.min(t + 1, row.count - 1), ahead)
         token = as_token(rows, raw, A, bias)
@@ -305,13 +303,24 @@ def load_number(address: Any, size: Any, words: Any) -> None:
 
 
 @cute.jit
-def load_bias(rows: cutlass.Constexpr, call: cutlass.Constexpr, at: cutlass.Constexpr, words: cute.Tensor):
-    """dt_bias of the channels whose gates a lane makes, number by number, since it may lie anyhow."""
-    words.fill(0)
-    if cutlass.const_expr(rows.is_kda):
-        bits = cute.recast_tensor(words, F32)
-        for c in cutlass.range_constexpr(1 if rows.is_scalar else 4):
-            bits[c] = number_at(F32, at.bias, c * call.bias.channel)
+def load_parameters(rows: cutlass.Constexpr, call: cutlass.Constexpr, at: cutlass.Constexpr):
+    """A_log, and dt_bias of the channels whose gates a lane makes, number by number, since it may lie anyhow; with one gate a
+    head both as `load_halves` loads them."""
+    if cutlass.const_expr(rows.is_scalar):
+        A, bias = load_parameter(at.A, call, Flag.A_IS_F32), load_parameter(at.bias, call, Flag.BIAS_IS_F32)
+    else:
+        A, bias = number_at(F32, at.A, 0), cute.make_rmem_tensor((4,), I32)
+        bias.fill(0)
+        if cutlass.const_expr(rows.is_kda):
+            bits = cute.recast_tensor(bias, F32)
+            for c in cutlass.range_constexpr(4):
+                bits[c] = number_at(F32, at.bias, c * call.bias.channel)
+    return A, bias
+
+
+def load_parameter(address: Any, call: Call, is_f32: Flag) -> Any:
+    """Of a head."""
+    return load_halves(address, [I32(0)], (call.flags & is_f32) != 0)[0]
 
 
 def as_token(rows: Any, words: Any, A: Any, bias: Any) -> Token:
@@ -319,10 +328,8 @@ def as_token(rows: Any, words: Any, A: Any, bias: Any) -> Token:
     token = Token(flat(words, K_AT, 4), flat(words, Q_AT, 4), words[V_AT], A)
     if not rows.is_kda:
         return token
-    b = (words[B_AT], words[B_AT + 1])
-    if rows.is_scalar:
-        return token._replace(g=(words[G_AT], words[G_AT + 1]), bias=cute.recast_tensor(bias, F32)[0], b=b)
-    return token._replace(g=(flat(words, G_AT, 2), flat(words, G_AT + 2, 2)), bias=bias, b=b)
+    g = (words[G_AT], words[G_AT + 1]) if rows.is_scalar else (flat(words, G_AT, 2), flat(words, G_AT + 2, 2))
+    return token._replace(g=g, bias=bias, b=(words[B_AT], words[B_AT + 1]))
 
 
 # Numbers that say where
