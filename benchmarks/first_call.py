@@ -113,6 +113,7 @@ def listen() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="some of them")
     parser.add_argument("--kind", choices=KINDS, help="this one, in this process; prints JSON")
     parser.add_argument("--keep-cute", action="store_true", help="with the CuTe kernels that the cache has")
     args = parser.parse_args()
@@ -131,7 +132,7 @@ def main() -> int:
         "cute_cache": "as it was" if args.keep_cute else "empty",
         "seconds": {},
     }
-    for kind in KINDS:
+    for kind in args.kinds:
         with tempfile.TemporaryDirectory() as empty:
             environment = {**os.environ, "TRITON_CACHE_DIR": f"{empty}/triton"}
             if not args.keep_cute:

@@ -49,6 +49,7 @@ sys.path.insert(0, str(ROOT))  # as a script, from a clone that is not installed
 
 import torch  # noqa: E402
 
+from cula import settings  # noqa: E402
 from cula.bench.results import commit, source_digest  # noqa: E402
 from cula.ops.cute.archs import find_arch  # noqa: E402
 from cula.ops.cute.toolchain import build, loader, self_check  # noqa: E402
@@ -189,13 +190,20 @@ def compile_kernels(target: str) -> int:
     return 0
 
 
+def kernels_of(target: str) -> list[str]:
+    """Names; of kernels that came compiled, without the DSL."""
+    if (compiled := settings.kernel_dir()) is not None:
+        return list(loader.read_manifest(compiled, target)["kernels"])
+    return [variant.name for variant in collect(modules_of(target))]
+
+
 def check_kernels(target: str, folder: Path) -> int:
     """Compare the kernels that are new with the torch backend, into self-checks.json; 1 where one is off."""
     gpu = torch.cuda.current_device()
     arch = find_arch(torch.cuda.get_device_capability(gpu))
     assert arch is not None
     found: dict[str, dict] = {}
-    for name in (variant.name for variant in collect(modules_of(target)) if arch.is_new(variant.name)):
+    for name in filter(arch.is_new, kernels_of(target)):
         try:
             of_kernel = self_check.recorded(name, target, torch.cuda.get_device_name(gpu), gpu)
         except build.CompileError as error:

@@ -197,8 +197,10 @@ class CudnnFrontend(Peer):
     module, package, install = "cudnn", "nvidia-cudnn-frontend", "pip install nvidia-cudnn-frontend"
 
     def why_not(self, case: Case) -> str | None:
-        if case.op != "kda_prefill" or case.has("scalar"):
-            return "its KDA forward is what is compared here"
+        if case.op not in ("kda_prefill", "kda_train") or case.has("scalar"):
+            return "its KDA is what is compared here"
+        if case.is_train and (case.HV != case.H or set(case.flags) != {"f32"}):
+            return "its Hopper backward takes HV = H, log decays in float32, and norm and sigmoid applied beforehand (--flags f32)"
         if case.has("pool"):
             return "its kernel takes no pool of states here"
         if case.has("gate") and case.gate in UNBOUNDED:
@@ -210,6 +212,14 @@ class CudnnFrontend(Peer):
     def prepare(self, x: Inputs) -> Call:
         kda = importlib.import_module("cudnn.linear_attention").kimi_delta_attention
         assert x.g is not None and x.beta is not None
+        if x.case.is_train:
+            offsets = x.offsets(torch.int32)
+
+            def forward(t: dict[str, Tensor | None]) -> Any:
+                o, state = kda(*(x.packed(t[name]) for name in ("q", "k", "v", "g", "beta")), offsets)  # type: ignore[arg-type]
+                return o.view(x.v.shape), state
+
+            return training_call(x, forward)
         tensors = [x.packed(t).contiguous() for t in (x.q, x.k, x.v, x.g.float(), x.beta.float())]
         offsets = x.offsets(torch.int32)
         options: dict[str, Any] = {

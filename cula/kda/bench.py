@@ -91,7 +91,8 @@ def _on_gpu(suite: str) -> list[Case]:
         sizes = ((8192, 32, 1), (8192, 64, 2), (32768, 16, 1))
         shapes = [batch(suite, "kda_train", *s, flags=TRAINING) for s in sizes]
         shapes.append(Case(suite, "kda_train", PACKED_LENS, 32, 32, packed=True, flags=TRAINING))
-        return gated(shapes, GATES)
+        prepared = [replace(c, flags=("f32",)) for c in shapes[:2]]  # what cuDNN's backward takes
+        return gated(shapes, GATES) + gated(prepared, ("fast", "slow"))
     if suite == "gva":
         shapes = [batch(suite, "kda_prefill", *s, HV=32) for s in ((8192, 16, 1), (4096, 16, 1), (16384, 16, 8), (8192, 8, 1))]
         scalar = [replace(c, flags=(*PREPARED, "scalar")) for c in (*shapes[:1], *shapes[2:3])]

@@ -58,7 +58,7 @@ def test_a_shape_from_the_command_line():
     (case,) = build(["kda-prefill"], "cuda", custom)
     assert (case.lens, case.H, case.HV, case.gate, case.dtype) == ((8192,), 16, 32, "slow", "float16")
     assert case.flags == ("h0",)
-    (packed,) = build(["kda-train"], "cuda", Custom(lens=(1300, 547, 2048), h=(4,), gates=("fast",)))
+    packed, _ = build(["kda-train"], "cuda", Custom(lens=(1300, 547, 2048), h=(4,), gates=("fast",)))
     assert packed.packed and packed.lens == (1300, 547, 2048) and packed.op == "kda_train"
     sweep = build(["kda-prefill"], "cpu", Custom(t=(64, 128), h=(1, 2), gates=("init",)))
     assert {(c.T, c.H) for c in sweep} == {(64, 1), (64, 2), (128, 1), (128, 2)}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -59,3 +60,22 @@ def test_cudnn_frontend_is_called_as_it_wants(monkeypatch, packed, flags):
     outputs = call.read(call.run())
     assert torch.equal(outputs["o"], x.v + 1)
     assert ("state" in outputs) == ("ht" in flags)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_frontend_trains_on_what_its_backward_takes(monkeypatch, packed):
+    def train(q, k, v, g, beta, cu_seqlens):
+        assert g.dtype == beta.dtype == torch.float32 and g.dim() == 3 and cu_seqlens[-1] == len(q)
+        return v + (q * k * g).sum(-1, keepdim=True).to(v.dtype) * beta[..., None].to(v.dtype), None
+
+    module = SimpleNamespace(kimi_delta_attention=train)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(linear_attention=module))
+    monkeypatch.setitem(sys.modules, "cudnn.linear_attention", module)
+    case = Case("kda-train", "kda_train", (5, 7) if packed else (6, 6), 2, 2, packed=packed, flags=("f32",))
+    assert CudnnFrontend().why_not(case) is None
+    assert "float32" in CudnnFrontend().why_not(replace(case, flags=("gate", "sigmoid", "norm")))
+    x = make(case, torch.device("cpu"))
+    call = CudnnFrontend().prepare(x)
+    outputs = call.read(call.run())
+    assert set(outputs) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+    assert outputs["o"].shape == x.v.shape and torch.equal(outputs["dv"], x.do) and outputs["dg"].dtype == torch.float32

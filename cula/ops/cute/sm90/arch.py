@@ -22,12 +22,7 @@ HOPPER = Arch(
     ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    new=(
-        "gdn_*",  # prefills of Gated DeltaNet, since they take keys as they came; and since pieces warm up as far as gates need
-        "bwd_kda_*",  # since they keep T and P where gradients come, and read q and k later
-        "bwd_gdn_*",  # for the first of these reasons
-        *("decode_1_bf16_scalar", "decode_steps_*_scalar"),  # since they read A_log and dt_bias in bfloat16
-    ),
+    new=(),  # all have run on an H200
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,
