@@ -31,7 +31,7 @@ from cula.ops.cute.kda_bwd_call import (
     sized_by,
 )
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule_on
-from cula.ops.cute.kda_schedule import SHORT
+from cula.ops.cute.kda_schedule import SHORT, why_no_backward
 from cula.ops.cute.launch import Launch
 from cula.ops.cute.tensors import stream_of
 from cula.ops.cute.toolchain.loader import load
@@ -41,14 +41,13 @@ OPS = ("gdn_bwd", "gdn_transition", "gdn_state_grad")  # the latter two are KDA'
 
 def why_not(problem: GdnProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
-    if not problem.options.use_qk_l2norm_in_kernel:
-        return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
-    return None
+    return why_no_backward(problem)
 
 
 def variant(problem: GdnProblem) -> str:
     """The name of the kernels."""
-    return f"bwd_gdn_{problem.gate}_{SHORT[problem.g_dtype]}"
+    plain = "" if problem.options.use_qk_l2norm_in_kernel else "_plain"
+    return f"bwd_gdn_{problem.gate}_{SHORT[problem.g_dtype]}{plain}"
 
 
 def gdn_bwd(problem: GdnProblem, x: GdnInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:

@@ -35,6 +35,7 @@ from cula.ops.cute.kda_bwd_call import (
     sized_by,
 )
 from cula.ops.cute.kda_bwd_schedule import Schedule, schedule_on, whole_on
+from cula.ops.cute.kda_schedule import SHORT, why_no_backward
 from cula.ops.cute.kda_schedule import variant as forward_variant
 from cula.ops.cute.launch import Launch, Operand, places
 from cula.ops.cute.tensors import stream_of
@@ -51,10 +52,7 @@ class Kept(NamedTuple):
 
 def why_not(problem: KdaProblem) -> str | None:
     """Why the backward does not serve a call whose forward the kernels would take, as a sentence; None if it does."""
-    p = problem
-    if not p.options.use_qk_l2norm_in_kernel:
-        return "has a backward for keys that are normalised in the kernel: use_qk_l2norm_in_kernel=True"
-    return None
+    return why_no_backward(problem)
 
 
 def kda_bwd(problem: KdaProblem, x: KdaInputs, saved: tuple[Tensor | None, ...], do: Tensor, dht: Tensor | None) -> KdaGrads:
@@ -152,7 +150,9 @@ def _launch(
 
 def variant(problem: KdaProblem) -> str:
     """The name of the kernels."""
-    return f"bwd_{forward_variant(problem)}"
+    if problem.options.use_qk_l2norm_in_kernel:
+        return f"bwd_{forward_variant(problem)}"
+    return f"bwd_kda_f16_log_{SHORT[problem.g_dtype]}{'_scalar' if problem.has_scalar_gate else ''}_plain"
 
 
 def _kernel(p: KdaProblem) -> Any:

@@ -25,6 +25,7 @@ import torch
 
 from cula.core.constants import CHUNK
 from cula.core.problem import Problem
+from cula.gdn.problem import GdnProblem
 from cula.kda.problem import KdaProblem
 from cula.ops.cute.archs import arch_of
 from cula.ops.cute.kda_abi import ANY_LENGTH, NO_LENGTH, WORKSPACE
@@ -172,12 +173,20 @@ def fused(clusters: int) -> Schedule:
 def keeps_tiles(problem: KdaProblem) -> bool:
     """Whether a forward keeps its workspace for the backward of the same architecture, which then begins with the recurrences."""
     p = problem
-    return p.needs_grad and p.options.disable_recompute and has_backward(p)
+    return p.needs_grad and p.options.disable_recompute and has_backward(p) and p.options.use_qk_l2norm_in_kernel
 
 
 def has_backward(problem: KdaProblem) -> bool:
-    """Whether a call's architecture has kernels for its gradient. They take keys that they normalise."""
-    return "kda_bwd" in arch_of(problem.sm).serves and problem.options.use_qk_l2norm_in_kernel
+    """Whether a call's architecture has kernels for its gradient."""
+    return "kda_bwd" in arch_of(problem.sm).serves and why_no_backward(problem) is None
+
+
+def why_no_backward(problem: KdaProblem | GdnProblem) -> str | None:
+    """Why the backward of an architecture that has one does not serve a call of KDA or Gated DeltaNet; None if it does. Its
+    operands are fp16, for keys that are normalised, in the kernel or before."""
+    if problem.options.use_qk_l2norm_in_kernel or problem.gate == "log":
+        return None
+    return "has a backward for keys that are normalised in the kernel, or come so with log decays: use_qk_l2norm_in_kernel=True"
 
 
 def why_split(problem: KdaProblem, num_sms: int) -> str | None:

@@ -35,7 +35,7 @@ class Flags(NamedTuple):
     def of(cls, name: str) -> Flags:
         dtypes = {short: dtype for dtype, short in kda.SHORT.items()}
         _, dtype, gate, g, *rest = name.split("_")
-        return cls(dtype == "f16", gate, dtypes[g], rest == ["scalar"])
+        return cls(dtype == "f16" and "plain" not in rest, gate, dtypes[g], "scalar" in rest)
 
 
 class Call(NamedTuple):

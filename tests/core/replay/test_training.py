@@ -12,7 +12,7 @@ from cula.core import operator
 from cula.core.family import FAMILIES
 from cula.core.replay.cache import ReplayCache
 from cula.kda.problem import KdaInputs, KdaOptions
-from tests.support.calls import KdaCall, LightningCall
+from tests.support.calls import GdnCall, KdaCall, LightningCall
 
 NAMES = {"q": "Q", "k": "K", "v": "V"}
 BF16 = torch.bfloat16
@@ -24,6 +24,8 @@ CALLS = {
     "kda, segments": KdaCall(T=2048, H=1, HV=1, gate="bounded", norm=True, beta="sigmoid", **WIDE),
     "kda, more kept": KdaCall(lens=(70, 0, 3, 640), H=1, HV=2, gate="bounded", norm=True, beta="sigmoid", **WIDE),
     "kda, other head dims": KdaCall(T=65, H=1, HV=2, K=60, V=100, gate="softplus", norm=True, beta="sigmoid", dtype=BF16),
+    "gdn": GdnCall(T=100, H=2, HV=4, gate="softplus", norm=True, beta="sigmoid", gate_dtype=BF16, **WIDE),
+    "gdn, keys that come normalised": GdnCall(T=100, H=2, HV=4, initial_state=False, **WIDE),
     "lightning": LightningCall(T=100, H=2, HV=2, **WIDE),
     "lightning, packed": LightningCall(lens=(70, 0, 3, 64), H=2, HV=2, **WIDE),
 }
@@ -38,7 +40,8 @@ def step(call, seed, backend, **options):
     for t in leaves.values():
         t.requires_grad_()
     if is_kda:
-        o, state = cula.cula_kda(**tensors, **call.switches(), output_final_state=True, backend=backend, **options)
+        function = cula.cula_gdn if isinstance(call, GdnCall) else cula.cula_kda
+        o, state = function(**tensors, **call.switches(), output_final_state=True, backend=backend, **options)
     else:
         o, state = cula.cula_lightning(
             **{NAMES.get(n, n): t for n, t in tensors.items()}, output_final_state=True, backend=backend

@@ -38,6 +38,7 @@ TOLERANCE = dict.fromkeys(("dq", "dk", "dv", "dg", "dbeta"), 2.3e-3) | dict.from
 
 # (A call, the size of the gradients that come in)
 PACKED = Case((40, 0, 1), HV=3, beta="plain"), 1e-5
+PLAIN = Case((90, 0, 70), gate="log", beta="plain", HV=2, is_normalised=False), 1.0
 STEEP = Case((90,), gate="steep", beta="plain", is_packed=False, numbers=torch.bfloat16), 1e4
 MORE = [
     (Case((130, 130), is_packed=False, H=2, HV=4, gate="log", beta="plain"), 1.0),
@@ -55,10 +56,14 @@ ON_A_GPU = [
 
 
 def call(case: Case, device: str = "cpu") -> tuple[GdnProblem, GdnInputs]:
-    """One whose keys are alike, but where raw strengths reach 2; of those that come as they are some are 0 and some nearly 2."""
+    """One whose keys are alike, but where raw strengths reach 2; of those that come as they are some are 0 and some nearly 2. Keys
+    that nobody normalises in the kernel are as long as 0.3 to 1."""
     p, x = make(case, device)
     k, beta = x.k.float(), x.beta
-    k = (k if case.beta == "negative" else k + 2.0 * k[:, :1]).bfloat16()
+    k = k if case.beta == "negative" else k + 2.0 * k[:, :1]
+    if not case.is_normalised:
+        k *= (0.3 + 0.1 * (torch.arange(p.T, device=device) % 8))[:, None, None] / k.norm(dim=-1, keepdim=True)
+    k = k.bfloat16()
     if case.beta == "plain":
         beta = beta.clone()
         beta[:, 3::7], beta[:, 5::11] = 0.0, 1.9
@@ -108,7 +113,7 @@ def interpreted(monkeypatch):
     return ptx.interpret(monkeypatch, gdn_bwd)
 
 
-@pytest.mark.parametrize(("case", "size"), [STEEP, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
+@pytest.mark.parametrize(("case", "size"), [STEEP, PLAIN, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
 def test_interpreted(interpreted, case, size):
     assert is_right(case, size)
 
@@ -133,9 +138,10 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     assert is_right(*PACKED)
 
 
-def test_numbers_are_right_without_races(interpreted):
+@pytest.mark.parametrize(("case", "size"), [PACKED, pytest.param(*PLAIN, marks=pytest.mark.slow)], ids=str)
+def test_numbers_are_right_without_races(interpreted, case, size):
     interpreted("late", races=True)
-    assert is_right(*PACKED)
+    assert is_right(case, size)
 
 
 @pytest.mark.slow
@@ -190,6 +196,7 @@ TRAINING = dataclasses.replace(call(Case((128,), HV=2))[0], needs_grad=True, dev
         ({}, None),
         ({"HV": 8}, None),
         ({"options": TRAINING.options._replace(use_beta_sigmoid_in_kernel=False, use_gate_in_kernel=False)}, None),
+        ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False)}, None),
         ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False)}, "use_qk_l2norm_in_kernel=True"),
         ({"dtype": torch.float16}, "takes bfloat16"),
         ({"K": 64}, "takes K = V = 128"),

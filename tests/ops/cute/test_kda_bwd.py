@@ -46,6 +46,7 @@ PACKED = Case((70, 0, 1, 64), HV=2, shift=-4.0), 1e-5
 ALIKE = Case((130,), is_packed=False, shift=-8.0, are_keys_alike=True), 1e4
 SERVED = [Case((70, 5, 130), HV=2), Case((30,) * 7, HV=2), Case((300, 0, 1, 40), HV=2)]
 WITH_TAILS = Case((75, 90), HV=2, shift=-4.0), 1.0  # T and P lie in gradients, and value heads share keys
+PLAIN = Case((70, 5), gate="log", shift=-2.0, HV=2, g=torch.float32, has_raw_beta=False, is_normalised=False), 1.0
 CASES = [
     PACKED,
     ALIKE,
@@ -56,6 +57,7 @@ CASES = [
     (Case((90,), shift=-4.0, has_raw_beta=False, beta=torch.bfloat16), 1.0),
     (Case((70, 5), gate="softplus", shift=1.0, HV=2), 1e-3),
     (Case((70, 40), gate="log", shift=-2.0, has_scalar_gate=True, HV=2, g=torch.float32, has_raw_beta=False), 1.0),
+    PLAIN,
 ]
 OTHER_GATES = [
     (Case((130,), gate="softplus", shift=-14.0, are_keys_alike=True), 1.0),
@@ -105,7 +107,7 @@ def wanted(p: KdaProblem, x: KdaInputs, do: torch.Tensor, dht: torch.Tensor | No
         leaves.beta,
         initial_state=leaves.initial_state,
         cu_seqlens=x.cu_seqlens,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=p.options.use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=p.options.use_beta_sigmoid_in_kernel,
     )
     torch.autograd.backward((o, ht), (do.double(), torch.zeros_like(ht) if dht is None else dht.double()))
@@ -178,7 +180,9 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     assert is_right(*ALIKE)
 
 
-@pytest.mark.parametrize(("case", "size"), [PACKED, WITH_TAILS], ids=str)
+@pytest.mark.parametrize(
+    ("case", "size"), [PACKED, WITH_TAILS, pytest.param(*PLAIN, marks=pytest.mark.slow)], ids=str
+)
 def test_there_are_no_races(interpreted, case, size):
     interpreted("late", races=True)
     assert is_right(case, size)
@@ -348,6 +352,7 @@ TRAINING = dataclasses.replace(
         ({"has_scalar_gate": True}, None),
         ({"options": TRAINING.options._replace(lower_bound=None)}, None),
         ({"options": TRAINING.options._replace(use_beta_sigmoid_in_kernel=False)}, None),
+        ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False)}, None),
         ({"options": TRAINING.options._replace(use_qk_l2norm_in_kernel=False)}, "use_qk_l2norm_in_kernel=True"),
         ({"dtype": torch.float16}, "takes bfloat16"),
         ({"K": 64}, "takes K = V = 128"),
@@ -366,7 +371,12 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
 
 @pytest.mark.parametrize(
     ("host", "name"),
-    [(kda_bwd, "bwd_kda_f16_gate_bf16"), pytest.param(gdn_bwd, "bwd_gdn_log_bf16", marks=pytest.mark.slow)],
+    [
+        (kda_bwd, "bwd_kda_f16_gate_bf16"),
+        pytest.param(gdn_bwd, "bwd_gdn_log_bf16", marks=pytest.mark.slow),
+        pytest.param(kda_bwd, "bwd_kda_f16_log_f32_scalar_plain", marks=pytest.mark.slow),
+        pytest.param(gdn_bwd, "bwd_gdn_log_bf16_plain", marks=pytest.mark.slow),
+    ],
 )
 def test_the_comparison_at_first_use_tells_right_from_wrong(interpreted, monkeypatch, host, name):
     ptx.interpret(monkeypatch, gdn_bwd)

@@ -40,7 +40,7 @@ of float32. Where gates may decay faster, diagonal blocks are made of three of 8
 (`first_pass_steep`). With one gate a head e^{L_t - L_i} is one number for an entry, and multiplies it.
 
 Precision (`dtype`): fp16 operands where keys and queries are normalised here, so that nothing exceeds 1 (2 with negative
-eigenvalues); bf16 otherwise.
+eigenvalues); bf16 otherwise. The backward has fp16 for keys and queries that come normalised, too.
 
 | shared memory                               | bytes |
 |---------------------------------------------|-------|

@@ -164,7 +164,7 @@ def sum_gates(x: cutlass.Constexpr, raw: cute.Tensor, A_log: F32, slope: F32, lo
 
     One gate a head needs no memory. For it this returns L and L_16 - L of our rows.
     """
-    smem, (_, _, gate, is_scalar), mma_f16 = x.smem, x.variant, x.mmas.f16
+    smem, gate, is_scalar, mma_f16 = x.smem, x.variant.gate, x.variant.is_scalar, x.mmas.f16
     unit = units_of_tokens(x, A_log, lower)
     L, rest = [cute.make_rmem_tensor(((2, 2), 1, 1), F32) for _ in range(2)]
     if cutlass.const_expr(is_scalar):
@@ -240,7 +240,7 @@ def leave_norms(x: cutlass.Constexpr, size: cute.Tensor, scale: F32):
     inverse = cute.make_rmem_tensor((2,), F32)
     for i in cutlass.range_constexpr(2):
         inverse[i] = F32(1.0) if x.side == KEYS else scale
-        if cutlass.const_expr(x.variant.dtype is F16):
+        if cutlass.const_expr(x.variant.is_normalised):
             inverse[i] = inverse[i] * inverse_norm(size[i])
         if x.c == 0:
             smem.norms[16 * x.block_row + x.r + 8 * i, x.side] = inverse[i]
@@ -282,7 +282,7 @@ def first_pass(
 ):
     """k e^L, q e^L, kr, and keys for the rows below, to shared memory; returns the diagonal blocks of A and P as far as our
     channels add to them. It goes through sixteen channels at a time."""
-    smem, (dtype, _, _, is_scalar), (mma_f16, _, mma_tf32) = x.smem, x.variant, x.mmas
+    smem, dtype, is_scalar, (mma_f16, _, mma_tf32) = x.smem, x.variant.dtype, x.variant.is_scalar, x.mmas
     is_f16 = dtype is F16
     wide = smem.after.element_type
     diagonal_a, diagonal_p = [cute.make_rmem_tensor((8,), F32) for _ in range(2)]

@@ -17,16 +17,22 @@ bound of `gate`, by the caller's promise."""
 class KdaVariant(NamedTuple):
     """One of the codes that kernels are compiled to."""
 
-    dtype: type  # of all 16-bit operands; float16 also means that q and k are normalised in the kernel
+    dtype: type  # of all 16-bit operands; float16 where nothing exceeds its range, because q and k are normalised
     g_type: type
     gate: str  # one of `GATES`, or `safe`
     is_scalar: bool = False  # there is one gate a head, not one a channel
+    is_plain: bool = False  # with float16, q and k come normalised; otherwise the kernel does it
 
     @property
     def name(self) -> str:
         short = {BF16: "bf16", F16: "f16", F32: "f32"}
         words = ["kda", short[self.dtype], self.gate, short[self.g_type]]
-        return "_".join([*words, "scalar"] if self.is_scalar else words)
+        return "_".join([*words, *["scalar"] * self.is_scalar, *["plain"] * self.is_plain])
+
+    @property
+    def is_normalised(self) -> bool:
+        """The kernel normalises q and k."""
+        return self.dtype is F16 and not self.is_plain
 
     @property
     def is_raw(self) -> bool:
@@ -51,6 +57,14 @@ def split_variants() -> Iterator[KdaVariant]:
             yield KdaVariant(dtype, g_type, gate)
         for gate in GATES:
             yield KdaVariant(dtype, g_type, gate, is_scalar=True)
+
+
+def backward_variants() -> Iterator[KdaVariant]:
+    """Those of the backward: fp16 operands, and log decays with keys that come normalised."""
+    for variant in fused_variants():
+        yield variant
+        if variant.gate == "log":
+            yield variant._replace(is_plain=True)
 
 
 def fused_variants() -> Iterator[KdaVariant]:

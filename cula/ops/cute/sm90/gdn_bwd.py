@@ -11,7 +11,7 @@
 KDA's kernels know one gate a head, for which they make what they make for one a channel. Where heads are few, sequences are cut
 into segments as KDA's are, and two more launches may come before the second (`kda_bwd.py`).
 
-bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `gdn_bwd_abi.py`
+bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands. `gdn_bwd_abi.py`
 describes the arguments.
 """
 
@@ -142,6 +142,7 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-    for gate, (short, g_type) in itertools.product(("softplus", "log"), (("f32", F32), ("bf16", BF16))):
-        variant = KdaVariant(F16, g_type, gate, is_scalar=True)
-        yield variant_of(f"bwd_gdn_{gate}_{short}", gdn_bwd_abi.BACKWARD, backward_host, variant, uses=uses)
+    kinds = (("softplus", False), ("log", False), ("log", True))
+    for (gate, is_plain), (short, g_type) in itertools.product(kinds, (("f32", F32), ("bf16", BF16))):
+        variant, name = KdaVariant(F16, g_type, gate, is_scalar=True, is_plain=is_plain), f"bwd_gdn_{gate}_{short}"
+        yield variant_of(f"{name}_plain" if is_plain else name, gdn_bwd_abi.BACKWARD, backward_host, variant, uses=uses)

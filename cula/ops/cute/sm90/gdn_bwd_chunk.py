@@ -408,7 +408,8 @@ def prefetch_later(x: cutlass.Constexpr):
 
 @cute.jit
 def make_operands(x: cutlass.Constexpr):
-    """Keys and queries normalised and rounded to fp16, in place, with their inverse norms; zeros past the end."""
+    """Keys and queries rounded to fp16, in place, and before that normalised, with their inverse norms, where they do not come
+    so; zeros past the end."""
     tid, smem = x.me.tid, x.smem
     for p in cutlass.range(4, unroll=1):
         row = 16 * p + tid // 16
@@ -416,11 +417,13 @@ def make_operands(x: cutlass.Constexpr):
             n, square = read_piece(raw, row, tid), F32(0.0)
             if row >= x.place.left:
                 n.fill(0.0)
-            for e in cutlass.range_constexpr(8):
-                square += n[e] * n[e]
-            inverse = inverse_norm(sum_over(HALF_WARP, square))
-            for e in cutlass.range_constexpr(8):
-                n[e] = n[e] * inverse
+            inverse = F32(1.0)
+            if cutlass.const_expr(x.variant.is_normalised):
+                for e in cutlass.range_constexpr(8):
+                    square += n[e] * n[e]
+                inverse = inverse_norm(sum_over(HALF_WARP, square))
+                for e in cutlass.range_constexpr(8):
+                    n[e] = n[e] * inverse
             write_piece(n, smem.kq[None, None, side], row, tid)
             if tid % 16 == 0:
                 smem.inverse[row, side] = inverse
@@ -757,24 +760,26 @@ def finish_keys(x: cutlass.Constexpr, sums: cutlass.Constexpr):
 
 @cute.jit
 def through_norms(x: cutlass.Constexpr, dk: cute.Tensor, dq: cute.Tensor):
-    """From the gradient of n = x / |x|: (dn - n <n, dn>) / |x|, to shared memory."""
+    """From the gradient of n = x / |x|: (dn - n <n, dn>) / |x|, to shared memory; as it is, where x comes normalised."""
     smem, me = x.smem, x.me
+    if cutlass.const_expr(x.variant.is_normalised):
+        for side, d in ((K, dk), (Q, dq)):
+            n, dots = normed(x, side), cute.make_rmem_tensor((2,), F32)
+            dots.fill(0.0)
+            for e in cutlass.range_constexpr(32):
+                dots[e // 2 % 2] = dots[e // 2 % 2] + n[e].to(F32) * d[e]
+            for i in cutlass.range_constexpr(2):
+                total = sum_over(ROW, dots[i])
+                if me.c == 0:
+                    smem.dots[me.row + 8 * i, me.wg, side] = total
+    cute.arch.sync_threads()  # of the other half, too; and nobody reads any more where they go
     for side, d in ((K, dk), (Q, dq)):
-        n, dots = normed(x, side), cute.make_rmem_tensor((2,), F32)
-        dots.fill(0.0)
-        for e in cutlass.range_constexpr(32):
-            dots[e // 2 % 2] = dots[e // 2 % 2] + n[e].to(F32) * d[e]
-        for i in cutlass.range_constexpr(2):
-            total = sum_over(ROW, dots[i])
-            if me.c == 0:
-                smem.dots[me.row + 8 * i, me.wg, side] = total
-    cute.arch.sync_threads()
-    for side, d in ((K, dk), (Q, dq)):
-        n = normed(x, side)
-        for i in cutlass.range_constexpr(2):
-            t = me.row + 8 * i
-            along, inverse = smem.dots[t, 0, side] + smem.dots[t, 1, side], smem.inverse[t, side]
-            for e in cutlass.range_constexpr(16):
-                at = 4 * (e // 2) + 2 * i + e % 2
-                d[at] = inverse * (d[at] - n[at].to(F32) * along)
+        if cutlass.const_expr(x.variant.is_normalised):
+            n = normed(x, side)
+            for i in cutlass.range_constexpr(2):
+                t = me.row + 8 * i
+                along, inverse = smem.dots[t, 0, side] + smem.dots[t, 1, side], smem.inverse[t, side]
+                for e in cutlass.range_constexpr(16):
+                    at = 4 * (e // 2) + 2 * i + e % 2
+                    d[at] = inverse * (d[at] - n[at].to(F32) * along)
         place_tile(d, cute.local_tile(smem.out[None, None, side], (64, 64), (0, me.wg)), x.mmas.rows, me.tid % 128)

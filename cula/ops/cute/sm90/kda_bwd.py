@@ -13,7 +13,7 @@ up (`kda_bwd_segments.py`), two launches come before the second: the same recurr
 and the first kernel also make transitions, and gradients of first states alone, of whole sequences (`Makes`), which context
 parallelism asks for.
 
-bf16 q, k, v, do with K = V = 128; q and k are normalised in the kernel, so that fp16 holds all operands. `kda_bwd_abi.py`
+bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands. `kda_bwd_abi.py`
 describes the arguments.
 """
 
@@ -34,7 +34,7 @@ from cula.ops.cute.common.kda import grid_of_chunks, operands
 from cula.ops.cute.common.kda_intra import THREADS as INTRA_THREADS
 from cula.ops.cute.common.kda_intra import IntraResults, IntraScalars, IntraTma, intra_kernel
 from cula.ops.cute.common.kda_intra_steps import intra_mmas
-from cula.ops.cute.common.kda_variant import KdaVariant, fused_variants
+from cula.ops.cute.common.kda_variant import KdaVariant, backward_variants
 from cula.ops.cute.common.tiles import BF16, F16, F32, I32, at_address, by_head, tile_layout, tma_load, tma_store
 from cula.ops.cute.kda_abi import SQUARE_BYTES, STATE, VEC
 from cula.ops.cute.kda_bwd_abi import FACTORS, PARTS, SHARES, Home, Makes
@@ -412,5 +412,5 @@ def backward_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
 
 def variants() -> Iterator[Variant]:
     uses = ("wgmma", "tma_load", "tma_store", "mma", "ldmatrix")
-    for variant in fused_variants():  # of fp16 operands
+    for variant in backward_variants():
         yield variant_of(f"bwd_{variant.name}", kda_bwd_abi.BACKWARD, backward_host, variant, uses=uses)

@@ -388,6 +388,7 @@ class RowsOut(NamedTuple):
     plain: Any  # in bfloat16, where a value head has keys of its own
     share: Any  # in float32, where it shares them
     back: Any  # from the chunk's units to true ones
+    is_normalised: bool  # in the kernel
 
 
 @cute.jit
@@ -402,18 +403,23 @@ def read_rows(raw: cute.Tensor, tid: I32, left: I32):
 
 @cute.jit
 def store_through_norm(out: cutlass.Constexpr, group: I32, tid: I32, left: I32):
-    """From the gradient of n = r x, x the row: r (dn - n <n, dn>)."""
+    """From the gradient of n = r x, x the row: r (dn - n <n, dn>); as it is, where rows come normalised."""
     for p in cutlass.range_constexpr(4):
         row = 16 * p + tid // 16
         x = cute.make_rmem_tensor((8,), F32)
         x.store(flat(out.rows, 8 * p, 8).load().to(F32))
-        dn, r, dot = read_piece(out.grad, row, tid), out.inverse[row], F32(0.0)
-        for e in cutlass.range_constexpr(8):
-            dot += x[e] * dn[e]
-        dot = sum_over(HALF_WARP, dot)
-        by, along = r * out.back, dot * r * r
-        for e in cutlass.range_constexpr(8):
-            dn[e] = by * (dn[e] - x[e] * along)
+        dn = read_piece(out.grad, row, tid)
+        if cutlass.const_expr(out.is_normalised):
+            r, dot = out.inverse[row], F32(0.0)
+            for e in cutlass.range_constexpr(8):
+                dot += x[e] * dn[e]
+            dot = sum_over(HALF_WARP, dot)
+            by, along = r * out.back, dot * r * r
+            for e in cutlass.range_constexpr(8):
+                dn[e] = by * (dn[e] - x[e] * along)
+        else:
+            for e in cutlass.range_constexpr(8):
+                dn[e] = out.back * dn[e]
         if row < left:
             if group == 1:
                 write_piece(dn, out.plain, row, tid)
@@ -681,6 +687,7 @@ def backward_chunk(
         )
     ):
         to = [cute.domain_offset((place.t0, 0), m[None, None, head]) for m, head in ((plain, place.h), (share, place.hv))]
-        store_through_norm(RowsOut(grad, rows[i], smem.norms[None, side], *to, by), scalars.group, tid, left)
+        out = RowsOut(grad, rows[i], smem.norms[None, side], *to, by, variant.is_normalised)
+        store_through_norm(out, scalars.group, tid, left)
     if cutlass.const_expr(variant.has_gate_tile):
         store_dg(smem, gate.mDg, tid, left)
