@@ -200,7 +200,7 @@ class CudnnFrontend(Peer):
         if case.op not in ("kda_prefill", "kda_train") or case.has("scalar"):
             return "its KDA is what is compared here"
         if case.is_train and (case.HV != case.H or set(case.flags) != {"f32"}):
-            return "its Hopper backward takes HV = H, log decays in float32, and norm and sigmoid applied beforehand (--flags f32)"
+            return "its Hopper backward takes HV = H, float32 log decays, and norm and sigmoid applied beforehand (--flags f32)"
         if case.has("pool"):
             return "its kernel takes no pool of states here"
         if case.has("gate") and case.gate in UNBOUNDED:

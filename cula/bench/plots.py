@@ -4,7 +4,7 @@
 | picture | what it shows |
 |---|---|
 | `speedup` | the best peer's time over ours, by suite, on a log axis: GPU times and host times apart |
-| `kda-prefill`, `kda-train`, `gdn`, `lightning`, `decode` | one a family: the floor, peers and us, case by case |
+| `kda-prefill`, `kda-train`, `gdn`, `gdn-train`, `lightning`, `decode` | one a family: the floor, peers and us, case by case |
 | `scaling` | KDA prefill over the length, and over heads |
 | `error` | the error against float64 beside the time |
 
@@ -30,7 +30,14 @@ COLOURS = {
 }
 OTHER = "#888888"
 MARKERS = {"cula": "o", "fla": "s", "cudnn": "^", "flashkda": "D", "flashqla": "v", "flashinfer": "P"}
-TITLES = {"cula": "cuLA", "fla": "FLA", "cudnn": "cuDNN frontend", "flashkda": "FlashKDA", "flashqla": "FlashQLA"}
+TITLES = {
+    "cula": "cuLA",
+    "fla": "FLA",
+    "cudnn": "cuDNN frontend",
+    "flashkda": "FlashKDA",
+    "flashqla": "FlashQLA",
+    "flashinfer": "FlashInfer",
+}
 WORDS = {"kda": "KDA", "gdn": "GDN", "lightning": "Lightning", "train": "training"}
 WIDTH, ROW_HEIGHT = 9.0, 0.25  # inches: text stays readable where a page shows a picture 800 pixels wide
 STYLE: dict[Any, Any] = {
@@ -184,6 +191,9 @@ def _over_floor(axes: Any, title: str, rows: dict[str, Row], shapes: Sequence[st
 # Scaling
 
 
+SCALING = ("kda-prefill", "segments")  # suites whose calls differ in sizes and gates alone
+
+
 def _scaling(figure: Any, rows: Sequence[Row]) -> bool:
     """Time of KDA prefill over one dimension, at each value of the other that has points enough for a line."""
     plain = [row for row in rows if _is_plain(row)]
@@ -209,8 +219,8 @@ def _scaling(figure: Any, rows: Sequence[Row]) -> bool:
 
 def _is_plain(row: Row) -> bool:
     case = row["case"]
-    is_one = row["op"] == "kda_prefill" and len(case["lens"]) == 1 and case["H"] == case["HV"]
-    return is_one and not case["mode"] and row["metric"] == "time_ms" and "scalar" not in case["flags"]
+    is_one = row["suite"] in SCALING and row["op"] == "kda_prefill" and len(case["lens"]) == 1 and case["H"] == case["HV"]
+    return is_one and case["gate"] in ("fast", "slow")
 
 
 def _lines(rows: Sequence[Row], along: str, fixed: str) -> dict[int, dict[int, dict[str, Row]]]:
@@ -325,7 +335,8 @@ def _legend(figure: Any, libraries: Sequence[str], before: str = "", floor: bool
     ]
     if floor:
         handles.append(Line2D([], [], linestyle=":", color="black", label="bandwidth floor"))
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9)
+    columns = len(handles) if len(handles) <= 3 else -(-len(handles) // 2)  # beside the title
+    figure.legend(handles=handles, loc="outside upper right", ncols=columns, fontsize=9)
 
 
 class Picture(NamedTuple):
@@ -349,7 +360,8 @@ PICTURES = (
     ),
     Picture("kda-prefill", "KDA prefill", OF_FAMILY, _family(("kda-prefill",), ("kda_prefill",))),
     Picture("kda-train", "KDA training", OF_FAMILY, _family(("kda-train", "gva"), ("kda_train",))),
-    Picture("gdn", "Gated DeltaNet", OF_FAMILY, _family(("gdn-prefill", "gdn-train"), ("gdn_prefill", "gdn_train"))),
+    Picture("gdn", "Gated DeltaNet prefill", OF_FAMILY, _family(("gdn-prefill",), ("gdn_prefill",))),
+    Picture("gdn-train", "Gated DeltaNet training", OF_FAMILY, _family(("gdn-train",), ("gdn_train",))),
     Picture("lightning", "Lightning Attention", OF_FAMILY, _family(("lightning",), ("lightning_prefill", "lightning_train"))),
     Picture(
         "decode",

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import multiprocessing
+import queue
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ from cula.fuzz.family import Shape, fuzz_of, with_fuzz
 from cula.fuzz.judge import tolerance
 from cula.fuzz.prefill import Prefill, draw_prefill, judge_prefill
 
-CALLS_A_VARIANT = 24  # with the same dtypes, dims, heads and switches: a variant may cost seconds of compiling on a GPU
+# With the same dtypes, dims, heads and switches. On a GPU a variant may cost many seconds of compiling, a call few milliseconds.
+CALLS_A_VARIANT = {"cpu": 24, "cuda": 240}
+PATIENCE = 10.0  # seconds behind the end, in which processes finish a call; what one still compiles then is nobody's any more
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Plan:
     case: int | None = None  # this one alone
     max_calls: int | None = None
 
+    @property
+    def calls_a_variant(self) -> int:
+        return CALLS_A_VARIANT[torch.device(self.device).type]
+
     def command(self, case: int) -> str:
         family = f" --family {self.family}" if self.family else ""
         return f"python -m cula.fuzz --seed {self.seed} --case {case} --backend {self.backend} --device {self.device}{family}"
@@ -55,10 +62,11 @@ class Outcome:
     backend: str  # that served it; "declined" where the backend that was asked for does not take it
     wrong: str | None = None
     call: str = ""
+    command: str = ""  # that makes it again
 
 
 def draw_variant(plan: Plan, index: int) -> tuple[str, Shape, dict[str, Any], bool]:
-    """(family, sizes, switches, whether it is about decode) of the calls numbered index * CALLS_A_VARIANT and on."""
+    """(family, sizes, switches, whether it is about decode) of the calls numbered index * calls_a_variant and on."""
     draw = Draw(f"{plan.seed}/variant {index}", torch.device(plan.device))
     family = plan.family or draw.one_of(with_fuzz())
     on_gpu = draw.device.type != "cpu"
@@ -72,7 +80,7 @@ def draw_variant(plan: Plan, index: int) -> tuple[str, Shape, dict[str, Any], bo
 
 def make_call(plan: Plan, case: int) -> Outcome:
     """Draw call number `case`, make it, and judge it."""
-    family, variant, switches, is_decode = draw_variant(plan, case // CALLS_A_VARIANT)
+    family, variant, switches, is_decode = draw_variant(plan, case // plan.calls_a_variant)
     draw = Draw(f"{plan.seed}/case {case}", torch.device(plan.device))
     kind = f"{family} {'decode' if is_decode else 'prefill'}"
     call: Prefill | DecodeCall
@@ -111,25 +119,51 @@ def cases_of(plan: Plan) -> Iterator[int]:
         return
     variant = plan.worker
     while True:
-        yield from range(variant * CALLS_A_VARIANT, (variant + 1) * CALLS_A_VARIANT)
+        yield from range(variant * plan.calls_a_variant, (variant + 1) * plan.calls_a_variant)
         variant += plan.workers
 
 
-def work(plan: Plan) -> tuple[collections.Counter[tuple[str, str]], list[str]]:
-    """Calls until the time is over: how many of each kind and backend, and a paragraph for each that was wrong."""
+def outcomes(plan: Plan) -> Iterator[Outcome]:
+    """What comes of calls until the time is over."""
     torch.set_num_threads(1)
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    failures: list[str] = []
     end = time.monotonic() + plan.seconds
-    for case in cases_of(plan):
-        if time.monotonic() > end or (plan.max_calls is not None and counts.total() >= plan.max_calls):
-            break
-        outcome = make_call(plan, case)
-        counts[outcome.kind, outcome.backend] += 1
-        if outcome.wrong:
-            failures.append(f"{outcome.kind} on {outcome.backend}: {outcome.wrong}\n  {outcome.call}\n  {plan.command(case)}")
-            print(failures[-1], flush=True)
-    return counts, failures
+    for made, case in enumerate(cases_of(plan)):
+        if time.monotonic() > end or (plan.max_calls is not None and made >= plan.max_calls):
+            return
+        yield dataclasses.replace(make_call(plan, case), command=plan.command(case))
+
+
+def work(plan: Plan, to: multiprocessing.Queue) -> None:
+    """The same in a process of its own; None says that it is through."""
+    for outcome in outcomes(plan):
+        to.put(outcome if outcome.wrong else dataclasses.replace(outcome, call=""))
+    to.put(None)
+
+
+def together(plans: Sequence[Plan]) -> Iterator[Outcome]:
+    """What comes of the calls of several processes."""
+    context = multiprocessing.get_context("spawn")
+    made = context.Queue()
+    workers = [context.Process(target=work, args=(plan, made), daemon=True) for plan in plans]
+    for worker in workers:
+        worker.start()
+    busy, end = len(workers), time.monotonic() + plans[0].seconds + PATIENCE
+    while busy and time.monotonic() < end:
+        try:
+            outcome = made.get(timeout=1.0)
+        except queue.Empty:
+            if dead := [worker.exitcode for worker in workers if worker.exitcode]:
+                raise RuntimeError(f"a process of the fuzzer ended with status {dead[0]}") from None
+            continue
+        if outcome is None:
+            busy -= 1
+        else:
+            yield outcome
+    for worker in workers:
+        worker.terminate()
+        worker.join()
+    if busy:
+        print(f"{busy} of {len(workers)} processes still compiled when time was over")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,18 +191,18 @@ def main(arguments: list[str] | None = None) -> int:
         Plan(args.seed, args.seconds, args.family, args.backend, args.device, j, args.jobs, args.case, args.calls)
         for j in range(1 if args.case is not None else args.jobs)
     ]
-    if len(plans) == 1:
-        results = [work(plans[0])]
-    else:
-        with ProcessPoolExecutor(len(plans), multiprocessing.get_context("spawn")) as pool:
-            results = list(pool.map(work, plans))
-    counts = sum((c for c, _ in results), collections.Counter())
-    failures = [f for _, found in results for f in found]
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    wrong = 0
+    for outcome in outcomes(plans[0]) if len(plans) == 1 else together(plans):
+        counts[outcome.kind, outcome.backend] += 1
+        if outcome.wrong:
+            wrong += 1
+            print(f"{outcome.kind} on {outcome.backend}: {outcome.wrong}\n  {outcome.call}\n  {outcome.command}", flush=True)
     for (kind, backend), n in sorted(counts.items()):
         print(f"{kind:<22} {backend:<11} {n:7d}")
     made = sum(n for (_, backend), n in counts.items() if backend != "declined")
-    print(f"{made} calls, {len(failures)} wrong (seed {args.seed}, backend {args.backend}, {args.device})")
+    print(f"{made} calls, {wrong} wrong (seed {args.seed}, backend {args.backend}, {args.device})")
     if counts and all(backend in ("declined", "none") for _, backend in counts):
         print(f"no call was made: {args.backend} serves none on {args.device}; `python -m cula` says why")
         return 2
-    return 1 if failures else 0
+    return 1 if wrong else 0

@@ -56,8 +56,8 @@ ON_A_GPU = [
 
 
 def call(case: Case, device: str = "cpu") -> tuple[GdnProblem, GdnInputs]:
-    """One whose keys are alike, but where raw strengths reach 2; of those that come as they are some are 0 and some nearly 2. Keys
-    that nobody normalises in the kernel are as long as 0.3 to 1."""
+    """One whose keys are alike, but where raw strengths reach 2; of those that come as they are some are 0 and some nearly 2.
+    Keys that the kernel does not normalise are as long as 0.3 to 1."""
     p, x = make(case, device)
     k, beta = x.k.float(), x.beta
     k = k if case.beta == "negative" else k + 2.0 * k[:, :1]

@@ -11,8 +11,8 @@
 KDA's kernels know one gate a head, for which they make what they make for one a channel. Where heads are few, sequences are cut
 into segments as KDA's are, and two more launches may come before the second (`kda_bwd.py`).
 
-bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands. `gdn_bwd_abi.py`
-describes the arguments.
+bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands.
+`gdn_bwd_abi.py` describes the arguments.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ up (`kda_bwd_segments.py`), two launches come before the second: the same recurr
 and the first kernel also make transitions, and gradients of first states alone, of whole sequences (`Makes`), which context
 parallelism asks for.
 
-bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands. `kda_bwd_abi.py`
-describes the arguments.
+bf16 q, k, v, do with K = V = 128; q and k are normalised, in the kernel or before, so that fp16 holds all operands.
+`kda_bwd_abi.py` describes the arguments.
 """
 
 from __future__ import annotations
