@@ -3,8 +3,8 @@
 
     python benchmarks/gdn_pieces.py [--sms 132]
 
-Counted on a CPU, in float64, for the gates and shapes of `cula/gdn/bench.py`, with keys that are normalised in the kernel;
-nothing is timed. A step is a chunk of a pair of blocks, 1.9 us on an H200. To hand a state on counts as one, too.
+Counted on a CPU, in float64, for the gates and shapes of `cula/gdn/bench.py`, with keys that are normalised, in the kernel or
+before; nothing is timed. A step is a chunk of a pair of blocks, 1.9 us on an H200. To hand a state on counts as one, too.
 For each gate: steps of the slowest head and, in brackets, of a head on average, when warm-ups had four chunks -> now.
 """
 

@@ -22,8 +22,9 @@ from cula.ops.cute.toolchain import loader
 from cula.reference import relative_error
 from tests.ops.cute import test_gdn
 from tests.ops.cute.test_gdn import HOPPER_SM, STATE_TOLERANCE, TOLERANCE, D, computed, wanted
+from tests.support.cute import skip_without_dsl
 from tests.support.slow import slow_but
-from tools.ptx import ORDERS
+from tools.ptx import ORDERS, simulate
 from tools.ptx.mutate import replace
 
 interpreted = test_gdn.interpreted
@@ -76,12 +77,12 @@ def passed_over(cut, chunks: int, place: int) -> list[bool]:
 CUTS = [(1, 9, 2), (3, 16, 2), (5, 20, 2), (9, 40, 2), (12, 58, 2), (6, 16, 4)]
 
 
-def check_walks(case: tuple[int, int, int], device: str = "cpu") -> None:
+def check_walks(case: tuple[int, int, int], device: str = "cpu", is_normalised: bool = True) -> None:
     """Two heads for which chunks are just enough, with a NaN in front of a warm-up and in its first chunk, and one for which they
     are not; numbers of all that did not pass over one."""
     needed, chunks, pieces = case
     speeds = [even(needed, chunks), even(needed, chunks), even(needed, chunks, False)]
-    p, x = call([speeds], device=device)
+    p, x = call([speeds], device=device, is_normalised=is_normalised)
     cuts = [counted["cut"]([-bits for bits in of], pieces) for of in speeds]
     assert cuts[0].before == needed and not cuts[0].is_mapped
     assert cuts[2].is_mapped or cuts[2].before == needed + 1
@@ -105,21 +106,54 @@ def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
     check_walks(case)
 
 
+@pytest.mark.parametrize("case", slow_but([CUTS[3], CUTS[5]], [CUTS[5]]), ids=str)
+def test_so_they_do_with_keys_that_come_normalised(interpreted, case):
+    check_walks(case, is_normalised=False)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_normalised", [True, False])
 @pytest.mark.parametrize("case", CUTS, ids=str)
-def test_on_a_gpu(case):
+def test_on_a_gpu(case, is_normalised):
     if torch.cuda.get_device_capability() != HOPPER_SM or loader.missing("sm_90a"):
         pytest.skip(loader.missing("sm_90a") or "needs a Hopper GPU")
-    check_walks(case, "cuda")
+    check_walks(case, "cuda", is_normalised)
 
 
-def test_keys_that_are_not_normalised_are_mapped(interpreted):
-    p, x = call([[even(1, 16)]], is_normalised=False)
-    want_o, _ = wanted(p, x)
-    x.v[0, 64 * 9] = torch.nan
+def longer(x: GdnInputs, token: int, head: int) -> None:
+    """b |k|^2 of a head is 2.1, so that a state with this key's direction alone would grow by a tenth."""
+    x.k[0, token] *= 1.3
+    x.beta[0, token] /= 1.3**2
+    x.beta[0, token, head] = 2.1 / 1.3**2
+
+
+def negative(x: GdnInputs, token: int, head: int) -> None:
+    x.beta[0, token, head] = -0.1
+
+
+def long_and_weak(x: GdnInputs, token: int, head: int) -> None:
+    """b |k|^2 is as it was, of a key that is far longer than others, whose strengths would do for such a key."""
+    x.beta[0, token // 64 * 64 :][:64] *= 0.03
+    x.k[0, token] *= 8.0
+    x.beta[0, token] *= 1 / (64.0 * 0.03)
+
+
+@pytest.mark.parametrize("change", slow_but([longer, negative, long_and_weak], [longer]), ids=lambda change: change.__name__)
+def test_a_piece_begins_at_the_start_if_its_warm_up_has_a_token_that_may_make_a_state_larger(interpreted, change):
+    """Pieces begin at chunks 0, 6 and 12, and look at the chunks before: at no other, at 5, and at 11."""
+    grows = change is not long_and_weak
+    places = [64 * 9 + 40, 64 * 5 + 63, 64 * 11]
+    p, x = call([[even(1, 16)] * 3], is_normalised=False)
+    for head, token in enumerate(places):
+        change(x, token, head)
+    want, _ = wanted(p, x)
+    x.v[0, 7] = torch.nan
     o, _ = computed(p, x, Schedule(0, 3))
-    assert [c.isnan().any().item() for c in o[0].split(64)] == [t >= 9 for t in range(16)]
-    assert relative_error(o[:, : 64 * 9], want_o[:, : 64 * 9]) < TOLERANCE
+    for head, pieces in enumerate([(0,), (0, 1) if grows else (0,), (0, 2) if grows else (0,)]):
+        expected = [min(chunk // 6, 2) in pieces for chunk in range(16)]
+        assert [c.isnan().any().item() for c in o[0, :, head].split(64)] == expected
+        kept = torch.tensor(expected).repeat_interleave(64)[: p.T].logical_not()
+        assert relative_error(o[0, kept, head], want[0, kept, head]) < TOLERANCE
 
 
 def test_fewer_pieces_hand_states_on_than_warm_up(interpreted, monkeypatch):
@@ -202,3 +236,23 @@ def test_the_comparison_at_first_use_has_pieces_of_every_kind():
     slow, fast, mild = found
     assert slow.is_mapped and not fast.is_mapped and not mild.is_mapped
     assert fast.before < counted["AHEAD"] < mild.before and mild.more > 0
+
+
+ORDERED = [  # lengths, and sequences as they are to come
+    ([1300, 547, 2048, 963, 271, 3063], [5, 2, 0, 3, 1, 4]),
+    ([7, 7, 0, 9, 7], [3, 0, 1, 4, 2]),
+    ([5], [0]),
+    (list(range(100, 132)), list(range(31, -1, -1))),
+    (list(range(100, 133)), list(range(33))),  # more than a warp has lanes
+]
+
+
+@pytest.mark.parametrize(("lengths", "order"), ORDERED, ids=lambda x: str(len(x)))
+def test_heads_of_longer_sequences_come_first(lengths, order):
+    skip_without_dsl()
+    HV, modules = 3, ("tests.support.kernels.items",)
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    for length, expected in ((0, order), (64, list(range(len(lengths))))):
+        got = torch.full((len(lengths) * HV,), -1, dtype=torch.int32)
+        simulate("longest_first", cu, got, HV, length, modules=modules)
+        assert got.tolist() == [HV * seq + hv for seq in expected for hv in range(HV)]

@@ -132,6 +132,23 @@ def sequence_of(items: cutlass.Constexpr, item: I32):
 
 
 @cute.jit
+def longest_first(items: cutlass.Constexpr, item: I32):
+    """The item that comes next where those of longer sequences come first, as no long one should begin when others end. By a
+    warp; in the order that they have, where sequences have one length, or are more than a warp has lanes, and so about as long
+    together wherever they are."""
+    N, nth, lane = items.total // items.HV, item // items.HV, cute.arch.lane_idx()
+    if items.length == 0 and N <= 32:
+        at, longer = cutlass.min(lane, N - 1), I32(0)
+        tokens = items.mCu[at + 1] - items.mCu[at]
+        for other in cutlass.range(N, unroll=1):
+            theirs = cute.arch.shuffle_sync(tokens, other)
+            longer += I32(1) if theirs > tokens or (theirs == tokens and other < lane) else I32(0)
+        found = cute.arch.warp_redux_sync(lane if lane < N and longer == nth else I32(0), "max")
+        item += (found - nth) * items.HV
+    return cute.arch.make_warp_uniform(item)
+
+
+@cute.jit
 def whole_plan(items: cutlass.Constexpr, item: I32):
     """All of a head."""
     seq, hv, begin, tokens = sequence_of(items, item)

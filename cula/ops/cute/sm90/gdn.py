@@ -50,7 +50,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from cula.ops.cute.common.arguments import variant_of, vector_of
-from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, operands
+from cula.ops.cute.common.gdn_items import GateInputs, GdnTma, Items, Scalars, States, items_of, longest_first, operands
 from cula.ops.cute.common.registers import set_registers
 from cula.ops.cute.common.tiles import (
     BF16,
@@ -72,7 +72,7 @@ from cula.ops.cute.toolchain.variants import Variant
 from .gdn_items import GdnVariant, Handed
 from .gdn_output import output_role
 from .gdn_prepare import prepare_role
-from .gdn_segments import plan_piece
+from .gdn_segments import Keys, plan_piece
 from .gdn_smem import allocate, init_barriers
 from .gdn_state import state_role
 
@@ -115,6 +115,7 @@ def gdn_mmas() -> GdnMmas:
 def gdn_kernel(
     tma: GdnTma,
     mO: cute.Tensor,
+    mK: Any,
     gates: GateInputs,
     states: States,
     scalars: Scalars,
@@ -122,7 +123,8 @@ def gdn_kernel(
     mmas: GdnMmas,
     variant: cutlass.Constexpr,
 ):
-    """With whole states block i takes the heads i, i + blocks, ...; otherwise cluster i has a piece of head i % heads."""
+    """With whole states block i takes the heads i, i + blocks, ...; otherwise cluster i has a piece of head i % heads, those of
+    longer sequences first."""
     parts = cutlass.const_expr(variant.parts)
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     role = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -146,7 +148,9 @@ def gdn_kernel(
     if cutlass.const_expr(parts == 1):
         ours = items._replace(rank=block & 1)
         cluster = block >> 1
-        plan = plan_piece(ours, gates, scalars, smem.warm_ups, cluster % items.total, cluster // items.total, variant)
+        keys = None if variant.is_normalised else Keys(mK, items.group, mmas.squares)
+        item = longest_first(items, cluster % items.total)
+        plan = plan_piece(ours, keys, gates, scalars, smem.warm_ups, item, cluster // items.total)
     of_state, of_output, of_preparing = cutlass.const_expr(REGISTERS[parts])
     if role < parts:
         set_registers(of_state, LAUNCH_REGISTERS)
@@ -192,7 +196,8 @@ def gdn_host(x: cutlass.Constexpr, stream, variant: cutlass.Constexpr):
         if x.pieces > 1:
             clear_kernel(handed.done).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream, use_pdl=True)
     states, items = of.states._replace(handed=handed), items_of(x, of.cu, first=I32(0), step=I32(0), rank=I32(0))
-    gdn_kernel(tma, by_head(of.o), of.gates, states, of.scalars, items, gdn_mmas(), variant).launch(
+    mK = by_head(of.k) if cutlass.const_expr(variant.parts == 1 and not variant.is_normalised) else None
+    gdn_kernel(tma, by_head(of.o), mK, of.gates, states, of.scalars, items, gdn_mmas(), variant).launch(
         grid=(x.blocks if variant.parts == 2 else records, 1, 1),
         block=(THREADS, 1, 1),
         cluster=(3 - variant.parts, 1, 1),

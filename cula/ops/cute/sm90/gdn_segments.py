@@ -5,6 +5,8 @@ A piece lacks the state at its start. Which way it gets it is found out from the
   * Warm: a piece runs over chunks before its own first, from zero and without output, as many as shrink any state below 2^-24.
     With normalised keys and write strengths up to 2 a state shrinks by e^{sum of g} at least, so the gates alone tell how many.
     All pieces take as many as the one that needs most. The first needs none, and has about as many more chunks of its own.
+    Keys that are not normalised here are looked at in those chunks. Where b |k|^2 is not within 0 and 2, as it is for keys that
+    come normalised, the piece runs over all that is before it, by itself.
   * Mapped: where that would take longer. There is one segment more than there are pieces, of which fewer are used, if there are
     very many, since each waits for the one before. The first piece walks over two segments. Piece p makes the map of segment p,
     S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of M, from S = I and
@@ -27,8 +29,10 @@ from cutlass.pipeline import NamedBarrier
 from cula.ops.cute.common.barriers import arrive
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
 from cula.ops.cute.common.fragments import flat
-from cula.ops.cute.common.gdn_items import Plan, sequence_of
-from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words
+from cula.ops.cute.common.gate import sigmoid
+from cula.ops.cute.common.gdn_items import Plan, number_in, sequence_of
+from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words, token_of
+from cula.ops.cute.common.squares import add_squares
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
 from cula.ops.cute.gdn_abi import FEWEST_CHUNKS, TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
@@ -48,12 +52,12 @@ MOST_MAPPED = 1.3  # pieces that hand states on, as a multiple of the root of th
 @cute.jit
 def plan_piece(
     items: cutlass.Constexpr,
+    keys: cutlass.Constexpr,
     gates: cutlass.Constexpr,
     scalars: cutlass.Constexpr,
     warm_ups: cute.Tensor,
     item: I32,
     piece: I32,
-    variant: cutlass.Constexpr,
 ):
     """The plan of a pair of blocks. By all threads of a block."""
     seq, hv, begin, tokens = sequence_of(items, item)
@@ -65,13 +69,16 @@ def plan_piece(
         root = cute.math.sqrt(chunks.to(F32), fastmath=True)
         mapped = cutlass.min(pieces, (F32(MOST_MAPPED) * root + F32(0.5)).to(I32))
         segment, is_mapped = (chunks + mapped) // (mapped + 1), I32(1)
-        if cutlass.const_expr(variant.is_normalised):
-            most = cutlass.min(2 * segment + mapped - 1 - (chunks + pieces - 1) // pieces, MAX_WARM_UP)
-            head = Head(hv, begin, tokens)
-            length, more, before = warm_up(gates, scalars, head, warm_ups, chunks, pieces, most)
-            is_mapped = I32(1) if before > most else I32(0)
+        most = cutlass.min(2 * segment + mapped - 1 - (chunks + pieces - 1) // pieces, MAX_WARM_UP)
+        head = Head(hv, begin, tokens)
+        length, more, before = warm_up(gates, scalars, head, warm_ups, chunks, pieces, most)
+        is_mapped = I32(1) if before > most else I32(0)
         if is_mapped == 1:
             length, more, before = segment, segment, segment
+        elif cutlass.const_expr(keys is not None):
+            at = more + piece * length
+            if piece > 0 and at < chunks and may_grow(keys, gates, scalars, head, warm_ups, at, before):
+                before = at
     # where a piece begins with output, and where it ends
     middle, end = more + piece * length if piece > 0 else I32(0), more + (piece + 1) * length
     is_busy = piece < pieces and (middle < chunks or piece == 0)
@@ -151,6 +158,68 @@ def chunks_to_forget(g: cutlass.Constexpr, head: cutlass.Constexpr, chunk: I32, 
             ours += cute.arch.shuffle_sync_bfly(ours, offset=1 << step)
         total += ours
     return seen if total < F32(FORGOTTEN) else chunk
+
+
+# Keys that come as they are
+
+
+class Keys(NamedTuple):
+    """Where they are looked at."""
+
+    m: Any  # [T, 128, H]
+    group: Any  # value heads of each
+    mma: Any  # of a warp, for squares
+
+
+@cute.jit
+def may_grow(
+    keys: cutlass.Constexpr,
+    gates: cutlass.Constexpr,
+    scalars: cutlass.Constexpr,
+    head: cutlass.Constexpr,
+    votes: cute.Tensor,
+    past: I32,
+    before: I32,
+):
+    """Whether some token of a warm-up may make a state larger: I - b k k^T has no norm above 1 where b |k|^2 is within 0 and 2.
+    By all threads of a block."""
+    wid, found = cute.arch.make_warp_uniform(cute.arch.warp_idx()), I32(0)
+    of_head = cute.domain_offset((head.begin, 0), keys.m[None, None, head.hv // keys.group])
+    for chunk in cutlass.range(cutlass.max(past - before, 0) + wid, past, WARPS, unroll=1):
+        words = cute.make_rmem_tensor((2,), I32)
+        read_words(gates.beta, words, head, chunk)
+        longest = largest_square(cute.local_tile(of_head, (64, 128), (chunk, 0)), keys.mma)
+        for i in cutlass.range_constexpr(2):
+            b = number_in(words[i], gates.beta, token_of(head, chunk, i), head.hv)
+            if scalars.beta_top > F32(0.0):  # beta is raw
+                b = scalars.beta_top * sigmoid(b)
+            found = found if b >= F32(0.0) and b * longest <= F32(2.0) else I32(1)
+    votes[wid] = cute.arch.warp_redux_sync(found, "max")
+    cute.arch.sync_threads()
+    return cute.arch.make_warp_uniform(cute.arch.warp_redux_sync(votes[cute.arch.lane_idx() & (WARPS - 1)], "max")) == 1
+
+
+@cute.jit
+def largest_square(rows: cute.Tensor, mma: cute.TiledMma):
+    """Of 64 rows in memory, by a warp: the largest product of two of them, of sixteen with each other. In which order channels
+    are, products do not care."""
+    lane, top = cute.arch.lane_idx(), F32(0.0)
+    for n in cutlass.range(4, unroll=2):
+        squares, raw = cute.make_rmem_tensor(((2, 2), 1, 2), F32), cute.make_rmem_tensor((64,), rows.element_type)
+        squares.fill(0.0)
+        for i in cutlass.range_constexpr(8):
+            at = cute.local_tile(rows, (1, 8), (16 * n + 8 * (i % 2) + lane // 4, 4 * (i // 2) + lane % 4))
+            cute.autovec_copy(at, cute.make_tensor(raw.iterator + 8 * i, cute.make_layout((1, 8))))
+        for i in cutlass.range_constexpr(8):
+            pairs = cute.make_rmem_tensor((8,), rows.element_type)  # of rows r and r + 8 in turn
+            for e in cutlass.range_constexpr(8):
+                pairs[e] = raw[16 * (i // 2) + 8 * (e // 2 % 2) + 4 * (i % 2) + 2 * (e // 4) + e % 2]
+            add_squares(mma, squares, pairs)
+        for e in cutlass.range_constexpr(8):
+            top = cute.arch.fmax(top, squares[e])
+    for step in cutlass.range_constexpr(5):
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << step))
+    return top
 
 
 # Maps
