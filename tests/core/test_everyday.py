@@ -45,12 +45,21 @@ CALLS = {
 }
 
 
+def as_taken(described, backend):
+    """A call in the sizes and the dtype that hand-tuned kernels take, where one of those is asked."""
+    return described.with_(dtype=torch.bfloat16, K=128, V=128) if backend.startswith("cute") else described
+
+
 @pytest.fixture(params=CALLS)
 def call(request, device):
     function, described, switches = CALLS[request.param]
-    return lambda backend, leaves=(), change=lambda t: t: (lambda t: (t, function(t, backend, **switches)))(
-        change({n: t.requires_grad_() if n in leaves and t is not None else t for n, t in described.tensors(device).items()})
-    )
+
+    def run(backend, leaves=()):
+        t = as_taken(described, backend).tensors(device)
+        t = {n: x.requires_grad_() if n in leaves and x is not None else x for n, x in t.items()}
+        return t, function(t, backend, **switches)
+
+    return run
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], [torch.bfloat16]))
@@ -186,11 +195,11 @@ def test_decode_without_data_gives_shapes(kind):
 
 
 def test_autocast_around_decode_changes_nothing(backend, device):
-    described = KdaCall(T=2, B=3, gate="bounded")
+    described = as_taken(KdaCall(T=2, B=3, gate="bounded"), backend)
     t = {n: x for n, x in described.tensors(device).items() if n not in ("initial_state", "cu_seqlens")}
     results = []
     for enabled in (False, True):
-        pool = torch.ones(3, 2, 32, 32, device=device)
+        pool = torch.ones(3, 2, described.V, described.K, device=device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
             o, _ = cula.cula_decode(**t, **described.switches(), state=pool, backend=backend)
         results.append((o, pool))
@@ -202,7 +211,8 @@ def test_autocast_around_decode_changes_nothing(backend, device):
 @pytest.mark.parametrize("shape", [(-1,), (1, 1, -1, 1)], ids=["flat", "kimi"])
 def test_parameters_in_other_dtypes_and_shapes(backend, device, dtype, shape):
     """`model.bfloat16()`, FSDP2's mixed precision, and Kimi-Linear's A_log [1, 1, H, 1]."""
-    t = GATED.tensors(device)
+    described = as_taken(GATED, backend)
+    t = described.tensors(device)
     t["A_log"], t["dt_bias"] = t["A_log"].to(dtype).reshape(shape), t["dt_bias"].to(dtype)
     leaves = {n: x.requires_grad_() for n, x in t.items() if n in ("A_log", "dt_bias", "q")}
     o, _ = kda(t, backend, **GATED.switches())
@@ -210,20 +220,21 @@ def test_parameters_in_other_dtypes_and_shapes(backend, device, dtype, shape):
     exact = {n: x.detach().double().requires_grad_() if n in leaves else x for n, x in t.items()}
     want, _ = reference.kda(**exact | {"A_log": exact["A_log"].reshape(-1)}, **GATED.switches())
     want_grads = torch.autograd.grad(want.square().sum(), [exact[n] for n in leaves])
-    assert relative_error(o, want) < TOLERANCE[torch.float32]
+    assert relative_error(o, want) < TOLERANCE[described.dtype]
+    of_q = 1e-5 if described.dtype == torch.float32 else GRADIENT_TOLERANCE[described.dtype]
     for name, got, right in zip(leaves, grads, want_grads):
         assert got.dtype == t[name].dtype and got.shape == t[name].shape, name
-        assert relative_error(got, right) < (GRADIENT_TOLERANCE[dtype] if name != "q" else 1e-5), name
+        assert relative_error(got, right) < (GRADIENT_TOLERANCE[dtype] if name != "q" else of_q), name
 
 
 def test_parameters_in_bfloat16_in_decode(backend, device):
-    described = KdaCall(T=1, B=3, gate="softplus")
+    described = as_taken(KdaCall(T=1, B=3, gate="softplus"), backend)
     t = {n: x for n, x in described.tensors(device).items() if n not in ("initial_state", "cu_seqlens")}
     t["A_log"], t["dt_bias"] = t["A_log"].bfloat16(), t["dt_bias"].bfloat16()
-    pool = torch.randn(3, 2, 32, 32, device=device)
+    pool = torch.randn(3, 2, described.V, described.K, device=device)
     want, *_ = reference.decode(**t, **described.switches(), state=pool)
     o, _ = cula.cula_decode(**t, **described.switches(), state=pool, backend=backend)
-    assert relative_error(o, want) < 1e-5
+    assert relative_error(o, want) < (1e-5 if described.dtype == torch.float32 else TOLERANCE[described.dtype])
 
 
 def test_a_graph_runs_backward_twice(backend, call):
@@ -240,7 +251,7 @@ def test_a_graph_runs_backward_twice(backend, call):
 def test_activation_checkpointing(backend, device, use_reentrant):
     results = []
     for again in (False, True):
-        t = GATED.tensors(device)
+        t = as_taken(GATED, backend).tensors(device)
         q = t.pop("q").requires_grad_()
         run = lambda q, t=t: kda({"q": q, **t}, backend, **GATED.switches())[0]
         o = checkpoint(run, q, use_reentrant=use_reentrant) if again else run(q)
@@ -255,9 +266,9 @@ def _backward(o, q):
 
 
 GRADIENTS = {
-    "expanded": lambda like: torch.ones((), device=like.device).expand(like.shape),
-    "a transposed view": lambda like: torch.randn(like.transpose(1, -1).shape, device=like.device).transpose(1, -1),
-    "every other number": lambda like: torch.randn(*like.shape, 2, device=like.device)[..., 0],
+    "expanded": lambda like: like.new_ones(()).expand(like.shape),
+    "a transposed view": lambda like: torch.randn_like(like.transpose(1, -1).contiguous()).transpose(1, -1),
+    "every other number": lambda like: torch.randn_like(like[..., None].expand(*like.shape, 2).contiguous())[..., 0],
 }
 
 
