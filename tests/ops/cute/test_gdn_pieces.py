@@ -121,14 +121,20 @@ def test_on_a_gpu(case, is_normalised):
 
 
 def longer(x: GdnInputs, token: int, head: int) -> None:
-    """b |k|^2 of a head is 2.1, so that a state with this key's direction alone would grow by a tenth."""
+    """b |k|^2 of a head is 18, so that a state with this key's direction alone would be 17 times as large."""
     x.k[0, token] *= 1.3
     x.beta[0, token] /= 1.3**2
-    x.beta[0, token, head] = 2.1 / 1.3**2
+    x.beta[0, token, head] = 18.0 / 1.3**2
 
 
 def negative(x: GdnInputs, token: int, head: int) -> None:
-    x.beta[0, token, head] = -0.1
+    """Seven tokens whose keys double what a state has in their direction, as far as the bound knows."""
+    x.beta[0, token // 64 * 64 :][:7, head] = -1.0
+
+
+def hardly(x: GdnInputs, token: int, head: int) -> None:
+    """Strengths of 2, and keys of unit length, but rounded."""
+    x.beta[0, token // 64 * 64 :][:64, head] = 2.0
 
 
 def long_and_weak(x: GdnInputs, token: int, head: int) -> None:
@@ -138,10 +144,12 @@ def long_and_weak(x: GdnInputs, token: int, head: int) -> None:
     x.beta[0, token] *= 1 / (64.0 * 0.03)
 
 
-@pytest.mark.parametrize("change", slow_but([longer, negative, long_and_weak], [longer]), ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", slow_but([longer, negative, hardly, long_and_weak], [longer, hardly]), ids=lambda change: change.__name__
+)
 def test_a_piece_begins_at_the_start_if_its_warm_up_has_a_token_that_may_make_a_state_larger(interpreted, change):
     """Pieces begin at chunks 0, 6 and 12, and look at the chunks before: at no other, at 5, and at 11."""
-    grows = change is not long_and_weak
+    grows = change in (longer, negative)
     places = [64 * 9 + 40, 64 * 5 + 63, 64 * 11]
     p, x = call([[even(1, 16)] * 3], is_normalised=False)
     for head, token in enumerate(places):
@@ -154,6 +162,15 @@ def test_a_piece_begins_at_the_start_if_its_warm_up_has_a_token_that_may_make_a_
         assert [c.isnan().any().item() for c in o[0, :, head].split(64)] == expected
         kept = torch.tensor(expected).repeat_interleave(64)[: p.T].logical_not()
         assert relative_error(o[0, kept, head], want[0, kept, head]) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunks", slow_but([(8,), (17, 5, 1)], [(8,)]), ids=str)
+def test_pieces_that_have_nothing_to_do_read_nothing(interpreted, chunks):
+    """Keys end with the last sequence, which has chunks for fewer pieces than there are."""
+    p, x = call([[[30.0] * n] for n in chunks], is_normalised=False)
+    (o, ht), (want_o, want_ht) = computed(p, x, Schedule(0, 4)), wanted(p, x)
+    assert relative_error(o, want_o) < TOLERANCE
+    assert relative_error(ht, want_ht) < STATE_TOLERANCE
 
 
 def test_fewer_pieces_hand_states_on_than_warm_up(interpreted, monkeypatch):

@@ -5,8 +5,8 @@ A piece lacks the state at its start. Which way it gets it is found out from the
   * Warm: a piece runs over chunks before its own first, from zero and without output, as many as shrink any state below 2^-24.
     With normalised keys and write strengths up to 2 a state shrinks by e^{sum of g} at least, so the gates alone tell how many.
     All pieces take as many as the one that needs most. The first needs none, and has about as many more chunks of its own.
-    Keys that are not normalised here are looked at in those chunks. Where b |k|^2 is not within 0 and 2, as it is for keys that
-    come normalised, the piece runs over all that is before it, by itself.
+    Keys that are not normalised here are looked at in those chunks. Where b |k|^2 is not within 0 and 2, or hardly beyond, as it
+    is for keys that come normalised, the piece runs over all that is before it, by itself.
   * Mapped: where that would take longer. There is one segment more than there are pieces, of which fewer are used, if there are
     very many, since each waits for the one before. The first piece walks over two segments. Piece p makes the map of segment p,
     S -> S M + B: in each of its two blocks one warpgroup has 64 rows of B, from S = 0, and another 64 rows of M, from S = I and
@@ -29,7 +29,7 @@ from cutlass.pipeline import NamedBarrier
 from cula.ops.cute.common.barriers import arrive
 from cula.ops.cute.common.fp16_window import is_outside, move_inside
 from cula.ops.cute.common.fragments import flat
-from cula.ops.cute.common.gate import sigmoid
+from cula.ops.cute.common.gate import log2, sigmoid
 from cula.ops.cute.common.gdn_items import Plan, number_in, sequence_of
 from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words, token_of
 from cula.ops.cute.common.squares import add_squares
@@ -42,6 +42,8 @@ from .gdn_smem import OURS, THEIRS, WARPS, Barrier
 
 AHEAD = 4  # chunks whose gates are on their way while those of one are added up
 MAX_WARM_UP = 64  # chunks
+MOST_GROWTH = 4  # bits that a state may gain in a warm-up, because unit keys are rounded and some b are 2: it then weighs 2^-21
+IN_A_BIT = 4096  # what bits of growth are counted in
 FORGOTTEN = -25.0  # log2 of what a state may still weigh when it is dropped: one less, for what is rounded on the way
 MOST_MAPPED = 1.3  # pieces that hand states on, as a multiple of the root of the chunks: to wait for one takes about a step
 
@@ -77,8 +79,9 @@ def plan_piece(
             length, more, before = segment, segment, segment
         elif cutlass.const_expr(keys is not None):
             at = more + piece * length
-            if piece > 0 and at < chunks and may_grow(keys, gates, scalars, head, warm_ups, at, before):
-                before = at
+            if piece > 0 and at < chunks:  # noqa: SIM102 (both sides of "and" would be run)
+                if may_grow(keys, gates, scalars, head, warm_ups, at, before):
+                    before = at
     # where a piece begins with output, and where it ends
     middle, end = more + piece * length if piece > 0 else I32(0), more + (piece + 1) * length
     is_busy = piece < pieces and (middle < chunks or piece == 0)
@@ -181,9 +184,9 @@ def may_grow(
     past: I32,
     before: I32,
 ):
-    """Whether some token of a warm-up may make a state larger: I - b k k^T has no norm above 1 where b |k|^2 is within 0 and 2.
-    By all threads of a block."""
-    wid, found = cute.arch.make_warp_uniform(cute.arch.warp_idx()), I32(0)
+    """Whether the tokens of a warm-up may make a state larger, by more than some bits in all: I - b k k^T has no norm above 1
+    where z = b |k|^2 is within 0 and 2, and otherwise one of |z - 1|. By all threads of a block."""
+    wid, lane, bits = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx(), F32(0.0)
     of_head = cute.domain_offset((head.begin, 0), keys.m[None, None, head.hv // keys.group])
     for chunk in cutlass.range(cutlass.max(past - before, 0) + wid, past, WARPS, unroll=1):
         words = cute.make_rmem_tensor((2,), I32)
@@ -193,10 +196,12 @@ def may_grow(
             b = number_in(words[i], gates.beta, token_of(head, chunk, i), head.hv)
             if scalars.beta_top > F32(0.0):  # beta is raw
                 b = scalars.beta_top * sigmoid(b)
-            found = found if b >= F32(0.0) and b * longest <= F32(2.0) else I32(1)
-    votes[wid] = cute.arch.warp_redux_sync(found, "max")
+            z = b * longest
+            bits += log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(z - F32(1.0), F32(1.0) - z)))
+    votes[wid] = cute.arch.warp_redux_sync((cutlass.min(bits, F32(MOST_GROWTH)) * F32(IN_A_BIT)).to(I32), "add")
     cute.arch.sync_threads()
-    return cute.arch.make_warp_uniform(cute.arch.warp_redux_sync(votes[cute.arch.lane_idx() & (WARPS - 1)], "max")) == 1
+    of_all = cute.arch.warp_redux_sync(votes[lane] if lane < WARPS else I32(0), "add")
+    return cute.arch.make_warp_uniform(of_all) >= I32(MOST_GROWTH * IN_A_BIT)
 
 
 @cute.jit
