@@ -18,7 +18,7 @@ noted with the end of its output, and the next begins. A step that was good is n
 | machine     | `python -m cula` and `nvidia-smi`                                                                            |
 | compile     | every CuTe kernel for the GPU, into the cache                                                                |
 | self-checks | every kernel that is new against the torch backend; the result is kept, so that calls do not repeat it       |
-| tests       | `pytest -m gpu`, a process for each file of CuTe's tests: one that faults does not take the others along      |
+| tests       | `pytest -m gpu`, a run for each file of CuTe's tests: one that faults does not take the others along          |
 | fla         | `tools/fla_tests.py` on the clone that `--fla` names                                                         |
 | sanitizers  | memcheck, racecheck and synccheck over the small cases of CuTe's tests, where `compute-sanitizer` is there    |
 | bench       | `python -m cula.bench run` for every suite, and the scripts of `benchmarks/`, a result file for each         |
@@ -179,7 +179,10 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def compile_kernels(target: str) -> int:
-    """Into the cache, where calls look for them."""
+    """Into the cache, where calls look for them; nothing, where all came compiled."""
+    if (compiled := settings.kernel_dir()) is not None:
+        print(f"CULA_KERNEL_DIR={compiled} has {len(loader.read_manifest(compiled, target)['kernels'])} kernels")
+        return 0
     modules, jobs = modules_of(target), max(1, min(8, (os.cpu_count() or 2) // 2))
     folder = loader.cache_folder(target, modules)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -194,6 +197,8 @@ def kernels_of(target: str) -> list[str]:
     """Names; of kernels that came compiled, without the DSL."""
     if (compiled := settings.kernel_dir()) is not None:
         return list(loader.read_manifest(compiled, target)["kernels"])
+    if loader.has_wheel_kernels(target, modules_of(target)):
+        return list(loader.read_manifest(loader.IN_WHEEL, target)["kernels"])
     return [variant.name for variant in collect(modules_of(target))]
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import queue
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ from cula.fuzz.judge import tolerance
 from cula.fuzz.prefill import Prefill, draw_prefill, judge_prefill
 
 # With the same dtypes, dims, heads and switches. On a GPU a variant may cost many seconds of compiling, a call few milliseconds.
-CALLS_A_VARIANT = {"cpu": 24, "cuda": 240}
-PATIENCE = 10.0  # seconds behind the end, in which processes finish a call; what one still compiles then is nobody's any more
+CALLS_A_VARIANT = {"cuda": 240}
+PATIENCE = 60.0  # seconds behind the end, in which processes finish their last call, which may compile
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def calls_a_variant(self) -> int:
-        return CALLS_A_VARIANT[torch.device(self.device).type]
+        return CALLS_A_VARIANT.get(torch.device(self.device).type, 24)
 
     def command(self, case: int) -> str:
         family = f" --family {self.family}" if self.family else ""
@@ -123,47 +123,53 @@ def cases_of(plan: Plan) -> Iterator[int]:
         variant += plan.workers
 
 
-def outcomes(plan: Plan) -> Iterator[Outcome]:
-    """What comes of calls until the time is over."""
+def outcomes(plan: Plan, begins: Callable[[int], object] = lambda case: None) -> Iterator[Outcome]:
+    """What comes of calls until the time is over; each is named before it is made."""
     torch.set_num_threads(1)
     end = time.monotonic() + plan.seconds
     for made, case in enumerate(cases_of(plan)):
         if time.monotonic() > end or (plan.max_calls is not None and made >= plan.max_calls):
             return
+        begins(case)
         yield dataclasses.replace(make_call(plan, case), command=plan.command(case))
 
 
 def work(plan: Plan, to: multiprocessing.Queue) -> None:
-    """The same in a process of its own; None says that it is through."""
-    for outcome in outcomes(plan):
-        to.put(outcome if outcome.wrong else dataclasses.replace(outcome, call=""))
-    to.put(None)
+    """The same in a process of its own, which says before each call which it is, and None when it is through."""
+    for outcome in outcomes(plan, lambda case: to.put((plan.worker, plan.command(case)))):
+        to.put((plan.worker, outcome if outcome.wrong else dataclasses.replace(outcome, call="")))
+    to.put((plan.worker, None))
 
 
 def together(plans: Sequence[Plan]) -> Iterator[Outcome]:
-    """What comes of the calls of several processes."""
+    """What comes of the calls of several processes; one that dies in a call, or does not come back from it, is wrong."""
     context = multiprocessing.get_context("spawn")
-    made = context.Queue()
-    workers = [context.Process(target=work, args=(plan, made), daemon=True) for plan in plans]
-    for worker in workers:
-        worker.start()
-    busy, end = len(workers), time.monotonic() + plans[0].seconds + PATIENCE
-    while busy and time.monotonic() < end:
+    made, doing = context.Queue(), {plan.worker: "" for plan in plans}
+    workers = {plan.worker: context.Process(target=work, args=(plan, made), daemon=True) for plan in plans}
+    for process in workers.values():
+        process.start()
+    end = time.monotonic() + plans[0].seconds + PATIENCE
+    while doing and time.monotonic() < end:
         try:
-            outcome = made.get(timeout=1.0)
+            worker, said = made.get(timeout=1.0)
         except queue.Empty:
-            if dead := [worker.exitcode for worker in workers if worker.exitcode]:
-                raise RuntimeError(f"a process of the fuzzer ended with status {dead[0]}") from None
+            dead = [worker for worker in doing if workers[worker].exitcode is not None]
+            for worker in dead:
+                what = f"its process ended with status {workers[worker].exitcode}"
+                yield Outcome("a process", "none", what, command=doing.pop(worker))
             continue
-        if outcome is None:
-            busy -= 1
+        if said is None:
+            del doing[worker]
+        elif isinstance(said, str):
+            doing[worker] = said
         else:
-            yield outcome
-    for worker in workers:
-        worker.terminate()
-        worker.join()
-    if busy:
-        print(f"{busy} of {len(workers)} processes still compiled when time was over")
+            yield said
+    for worker, process in workers.items():
+        process.terminate()
+        process.join(PATIENCE)
+        process.kill()
+        if worker in doing:
+            yield Outcome("a process", "none", f"not back {PATIENCE:.0f} s after the time was over", command=doing[worker])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -202,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{kind:<22} {backend:<11} {n:7d}")
     made = sum(n for (_, backend), n in counts.items() if backend != "declined")
     print(f"{made} calls, {wrong} wrong (seed {args.seed}, backend {args.backend}, {args.device})")
-    if counts and all(backend in ("declined", "none") for _, backend in counts):
+    if not wrong and all(backend in ("declined", "none") for _, backend in counts):
         print(f"no call was made: {args.backend} serves none on {args.device}; `python -m cula` says why")
         return 2
     return 1 if wrong else 0

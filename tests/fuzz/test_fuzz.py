@@ -129,3 +129,15 @@ def test_poison_is_around_every_tensor():
     assert not buffer.is_untouched()
     buffer.memory[0] = 0
     assert not buffer.outside_is_untouched()
+
+
+def test_a_process_that_dies_is_wrong():
+    plan = fuzz.Plan(seed=0, seconds=60.0, family=None, backend="auto", device="mps")  # which no machine with these tests has
+    (outcome,) = fuzz.together([plan])
+    assert outcome.wrong == "its process ended with status 1" and "--case 0 " in outcome.command
+
+
+def test_a_process_that_does_not_come_back_is_wrong(monkeypatch):
+    monkeypatch.setattr(fuzz, "PATIENCE", 0.0)
+    (outcome,) = fuzz.together([fuzz.Plan(seed=0, seconds=0.0, family=None, backend="auto", device="cpu")])
+    assert outcome.wrong == "not back 0 s after the time was over"
