@@ -200,7 +200,8 @@ def may_grow(
             bits += log2(cute.arch.fmax(F32(1.0), cute.arch.fmax(z - F32(1.0), F32(1.0) - z)))
     votes[wid] = cute.arch.warp_redux_sync((cutlass.min(bits, F32(MOST_GROWTH)) * F32(IN_A_BIT)).to(I32), "add")
     cute.arch.sync_threads()
-    of_all = cute.arch.warp_redux_sync(votes[lane] if lane < WARPS else I32(0), "add")
+    vote = votes[lane & (WARPS - 1)]
+    of_all = cute.arch.warp_redux_sync(vote if lane < WARPS else I32(0), "add")
     return cute.arch.make_warp_uniform(of_all) >= I32(MOST_GROWTH * IN_A_BIT)
 
 
