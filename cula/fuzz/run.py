@@ -164,8 +164,9 @@ def together(plans: Sequence[Plan]) -> Iterator[Outcome]:
             doing[worker] = said
         else:
             yield said
-    for worker, process in workers.items():
+    for process in workers.values():
         process.terminate()
+    for worker, process in workers.items():
         process.join(PATIENCE)
         process.kill()
         if worker in doing:

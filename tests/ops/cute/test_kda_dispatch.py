@@ -62,7 +62,10 @@ HOPPER = KdaProblem(
         ({"options": KdaOptions(safe_gate=True, return_intermediate_states=True)}, None),
         ({"options": KdaOptions(use_qk_l2norm_in_kernel=True, disable_recompute=True), "needs_grad": True}, None),
         ({"options": KdaOptions(safe_gate=True, disable_recompute=True), "needs_grad": True}, None),
-        ({"options": KdaOptions(use_gate_in_kernel=True, disable_recompute=True), "needs_grad": True}, "this call's gradient"),
+        (
+            {"options": KdaOptions(use_gate_in_kernel=True, disable_recompute=True), "needs_grad": True},
+            "not make this call's gradient",
+        ),
         ({"options": KdaOptions(safe_gate=True, disable_recompute=True)}, None),
         ({"sm": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0"),
         ({"T": 0}, "at least one token"),

@@ -67,7 +67,7 @@ def test_segments(in_segments, device, call):
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("scalar_gate", [False, True])
 def test_parameters_are_read_in_their_own_dtype(device, dtype, scalar_gate):
-    """No copy of them in float32 is needed. The kernels are other ones, so that a GPU's compiler may round otherwise."""
+    """No copy of them in float32 is needed: the bits are those of one, but where a GPU's compiler makes other kernels."""
     call = KdaCall(T=5, K=36, gate="softplus", scalar_gate=scalar_gate)
     problem, x = check_kda(KdaInputs(**call.tensors(device)), KdaOptions(**call.switches(), output_final_state=True))
     short = x._replace(A_log=x.A_log.to(dtype), dt_bias=x.dt_bias.to(dtype))
@@ -75,7 +75,7 @@ def test_parameters_are_read_in_their_own_dtype(device, dtype, scalar_gate):
     do = torch.ones_like(x.v)
     runs = [(*kda.kda_fwd(problem, x)[:2], *kda.kda_bwd(problem, x, (), do, None)) for x in (short, long)]
     for a, b in zip(*runs):
-        assert relative_error(a, b) < ROUNDING
+        assert relative_error(a, b) < ROUNDING if HAS_GPU else torch.equal(a, b)
 
     outputs = []
     for x in (short, long):
@@ -85,4 +85,4 @@ def test_parameters_are_read_in_their_own_dtype(device, dtype, scalar_gate):
         y = y._replace(A_log=x.A_log, dt_bias=x.dt_bias)
         outputs.append((decode.decode(problem, y), pool))
     for a, b in zip(*outputs):
-        assert relative_error(a, b) < ROUNDING
+        assert torch.equal(a, b)
