@@ -47,6 +47,7 @@ def kernels(name: str, tp: int = 1, train: bool = False, arch=HOPPER, sm=(9, 0))
 
 def test_the_kernels_of_a_model():
     assert kernels("kimi-k3", 8) == [
+        "decode_1_f32",
         "decode_steps_f32",  # drafts, whose states are kept
         "fused_kda_f16_gate_bf16",
         "fused_kda_f16_log_f32",
@@ -55,7 +56,12 @@ def test_the_kernels_of_a_model():
     ]
     assert {"gdn_plain_half", "gdn_norm_half", "decode_1_bf16_scalar", "decode_steps_bf16_scalar"} <= set(kernels("qwen3-next"))
     assert {"lightning_d128", "lightning_ends_d128"} <= set(kernels("minimax"))
-    assert kernels("kimi-k3", 8, arch=BLACKWELL, sm=(10, 0)) == ["decode_steps_f32", "kda_f16_gate_bf16", "kda_f16_log_f32"]
+    assert kernels("kimi-k3", 8, arch=BLACKWELL, sm=(10, 0)) == [
+        "decode_1_f32",
+        "decode_steps_f32",
+        "kda_f16_gate_bf16",
+        "kda_f16_log_f32",
+    ]
 
 
 def test_gradients_are_compiled_where_they_are_asked_for():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,8 @@ class Fla(Peer):
     name, title = "fla", "FLA"
     module, package, install = "fla", "fla-core", "pip install fla-core"
     tunes = True
+    # By itself it hands calls to libraries that are installed and measured on their own here.
+    switches_off = {"FLA_FLASH_KDA": "0", "FLA_FLASH_QLA": "0"}
 
     def why_not(self, case: Case) -> str | None:
         if not torch.cuda.is_available():
@@ -120,6 +123,7 @@ class Fla(Peer):
 
     def prepare(self, x: Inputs) -> Call:
         case = x.case
+        os.environ.update(self.switches_off)
         if case.is_decode:
             by_family = {"kda": self._kda_decode, "gdn": self._gdn_decode, "lightning": self._lightning_decode}
             return by_family[case.family](x)

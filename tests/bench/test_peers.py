@@ -12,7 +12,7 @@ import torch
 
 from cula.bench.cases import Case
 from cula.bench.inputs import make
-from cula.bench.peers import CudnnFrontend
+from cula.bench.peers import CudnnFrontend, Fla
 
 
 def kimi_delta_attention(
@@ -79,3 +79,21 @@ def test_cudnn_frontend_trains_on_what_its_backward_takes(monkeypatch, packed):
     outputs = call.read(call.run())
     assert set(outputs) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
     assert outputs["o"].shape == x.v.shape and torch.equal(outputs["dv"], x.do) and outputs["dg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        ("kda_prefill", ("fla.ops.kda.backends.flash_kda", "FlashKDABackend")),
+        ("gdn_prefill", ("fla.ops.gated_delta_rule.backends.flash_qla", "FlashQLABackend")),
+    ],
+)
+def test_fla_is_measured_with_its_own_kernels(monkeypatch, op, backend):
+    """Where other libraries are installed it would hand calls to them, and they would be measured twice."""
+    for name in Fla.switches_off:
+        monkeypatch.setenv(name, "1")
+    module, name = backend
+    other = getattr(pytest.importorskip(module), name)()
+    assert other.is_enabled()
+    Fla().prepare(make(Case(op.replace("_", "-"), op, (5,), 2, 2), torch.device("cpu")))
+    assert not other.is_enabled()

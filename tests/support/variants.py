@@ -18,7 +18,8 @@ HOPPER_LIGHTNING_BWD = ("bwd_lightning_d64", "bwd_lightning_ends_d64", "bwd_ligh
 
 # All of decode on Hopper.
 HOPPER_DECODE = tuple(f"decode_{kind}" for kind in (
-    "1_bf16", "1_bf16_scalar", "1_bf16_lightning", "2_bf16", "2_bf16_tall", "4_bf16", "4_bf16_tall", "8_bf16", "8_bf16_lightning",
+    *(f"1_{states}{kind}" for states in ("bf16", "f32") for kind in ("", "_scalar", "_lightning")),
+    "2_bf16", "2_bf16_tall", "4_bf16", "4_bf16_tall", "8_bf16", "8_bf16_lightning",
     *(f"{tokens}_f32{shape}" for tokens in (2, 4, 8) for shape in ("", "_lightning", "_wide", "_wide_lightning")),
 ))  # fmt: skip
 DECODE_STEPS = tuple(f"decode_steps_{states}{kind}" for states in ("f32", "bf16") for kind in ("", "_scalar", "_lightning"))
@@ -28,6 +29,6 @@ BLACKWELL_KDA = ("kda_f16_gate_bf16", "kda_bf16_gate_f32")
 MORE_BLACKWELL_KDA = ("kda_f16_log_f32", "kda_bf16_safe_bf16", "kda_f16_softplus_bf16", "kda_f16_gate_bf16_scalar")
 
 # Of Blackwell's decode kernels one of each kind.
-BLACKWELL_DECODE = ("decode_1_bf16", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
+BLACKWELL_DECODE = ("decode_1_f32", "decode_1_bf16_scalar", "decode_4_f32", "decode_4_bf16_tall", "decode_8_bf16_lightning")
 BLACKWELL_LIGHTNING = tuple(f"lightning_{kind}" for kind in ("d128", "ends_d128", "d64", "ends_d64"))
 BLACKWELL_GDN = ("gdn_norm_whole", "gdn_plain_whole")

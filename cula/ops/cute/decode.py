@@ -35,9 +35,10 @@ WIDE_STATES = 64
 # us with 32 / 16 rows for four tokens, during development: N = 2 2.65 / 2.34, N = 3 2.86 / 2.97, N = 8 4.93 / 5.50,
 # N = 16 7.70 / 8.84, N = 32 15.6 / 18.2, N = 48 30.0 / 29.8, N = 64 41.3 / 39.4.
 TALL_STATES = range(96, 1025)
-# With more states in bfloat16 than this, the blocks for one token, 8 a state, are not all there at once: 20 fit a multiprocessor,
-# and there are 132.
-PREFETCH_STATES = 330
+# A state has so many blocks for one token. With more blocks than the other number they are not all there at once: 20 fit a
+# multiprocessor, and there are 132.
+STATE_BLOCKS = {torch.bfloat16: 8, torch.float32: 16}
+PREFETCH_BLOCKS = 2640
 
 PARAMETERS = ("A_log", "dt_bias")  # in dtypes that a kernel does not read, they are converted to float32 in front of it
 
@@ -50,13 +51,8 @@ def is_kda(problem: DecodeProblem) -> bool:
 
 
 def goes_by_steps(problem: DecodeProblem) -> bool:
-    """Whether a call's tokens meet the state one after another: where states are kept, where rows may differ in length, and a
-    single token that meets a float32 state."""
-    return goes_by_drafts(problem) or (problem.T == 1 and problem.pool_dtype == torch.float32)
-
-
-def goes_by_drafts(problem: DecodeProblem) -> bool:
-    """Whether a call's states are kept after each token, or its rows may differ in length."""
+    """Whether a call's tokens meet the state one after another: its states are kept after each, or its rows may differ in
+    length."""
     p = problem
     return p.is_ragged or p.has_token_indices or p.has_accepted or p.has_intermediate_states
 
@@ -88,10 +84,8 @@ def why_not(op: str, problem: Any) -> str | None:
 def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
     """(Backend, why) of calls that the kernels take, and another backend runs better as far as anybody has measured."""
     p = problem
-    if not isinstance(p, DecodeProblem) or p.T > 1 or goes_by_drafts(p):
+    if not isinstance(p, DecodeProblem) or p.T > 1 or goes_by_steps(p):
         return None
-    if p.pool_dtype == torch.float32:
-        return "triton", "leaves one token on float32 states to triton, which is faster than its own there"
     if not (p.has_float32_parameters or p.has_scalar_gate):
         return "triton", "leaves one token with A_log or dt_bias in 16 bits to triton, which reads them as they are"
     return None
@@ -99,20 +93,17 @@ def yields_to(op: str, problem: Any) -> tuple[str, str] | None:
 
 def variant(problem: DecodeProblem) -> str:
     """The kernel's name."""
-    p, of_kda, is_f32 = problem, is_kda(problem), problem.pool_dtype == torch.float32
-    if goes_by_steps(p):
-        return f"decode_steps_{SHORT[p.pool_dtype]}" + ("_scalar" if p.has_scalar_gate else "" if of_kda else "_lightning")
-    T = p.T
-    if T == 1 and p.has_scalar_gate:
-        return f"decode_1_{SHORT[p.pool_dtype]}_scalar"
-    if T > 1:  # Lightning's in bfloat16 is for all
-        T = next(T for T in TOKENS if T >= p.T) if of_kda or is_f32 else TOKENS[-1]
+    p, of_kda, is_f32, short = problem, is_kda(problem), problem.pool_dtype == torch.float32, SHORT[problem.pool_dtype]
+    if goes_by_steps(p) or p.T == 1:
+        kind = "_scalar" if p.has_scalar_gate else "" if of_kda else "_lightning"
+        return f"decode_{'steps' if goes_by_steps(p) else 1}_{short}{kind}"
+    T = next(T for T in TOKENS if T >= p.T) if of_kda or is_f32 else TOKENS[-1]  # Lightning's in bfloat16 is for all
     shape = "_wide" if is_f32 and p.N * p.HV <= WIDE_STATES else ""
     if of_kda and not is_f32 and T in TALL_TOKENS and p.N * p.HV in TALL_STATES:
         shape = "_tall"
     if p.options.batch_invariant:  # one shape for any number of rows
         shape = ""
-    return f"decode_{T}_{SHORT[p.pool_dtype]}{shape}" + ("" if of_kda else "_lightning")
+    return f"decode_{T}_{short}{shape}" + ("" if of_kda else "_lightning")
 
 
 def decode(problem: DecodeProblem, x: Any) -> Tensor:
@@ -239,7 +230,7 @@ def _flags(p: DecodeProblem, tensors: Tensors) -> int:
         | Flag.ZERO_IS_NULL * options.null_is_nonpositive
         | Flag.COMMIT * options.commit
         | Flag.IS_SCALAR * p.has_scalar_gate
-        | Flag.PREFETCH * (p.N * p.HV > PREFETCH_STATES)
+        | Flag.PREFETCH * (p.N * p.HV * STATE_BLOCKS[p.pool_dtype] > PREFETCH_BLOCKS)
         | Flag.HAS_TOKEN_SLOTS * p.has_token_indices
         | Flag.ACCEPTED_IS_I64 * is_i64("num_accepted_tokens")
         | Flag.KEPT_ROWS_IS_I64 * is_i64("intermediate_state_indices")

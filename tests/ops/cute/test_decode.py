@@ -88,6 +88,18 @@ CASES = [
     Case(T=1, pool=BF16, mode="lightning", HV=2, layout="packed", index=torch.int64),
     Case(T=1, pool=BF16, mode="lightning", commit=False, rows=(0, 3), null_is_nonpositive=True),
     Case(T=1, pool=BF16, mode="lightning", norm=False, forgets=True, rows=None, HV=2),
+    Case(T=1),
+    Case(T=1, HV=2, H=2, gate="softplus", g=F32, beta_dtype=F32, index=torch.int64, beta="negative", layout="packed"),
+    Case(T=1, gate="log", forgets=True, norm=False, beta="plain", rows=None),
+    Case(T=1, gate="log", decay=50.0, g=F32, rows=(0, 3, -1), null_is_nonpositive=True, HV=2),
+    Case(T=1, has_parameters=False, commit=False),
+    Case(T=1, HV=2, layout="odd"),
+    Case(T=1, mode="gdn", has_scalar_gate=True, HV=2, gate="softplus", layout="packed"),
+    Case(T=1, has_scalar_gate=True, rows=(0, 3, -1), null_is_nonpositive=True, g=F32, beta_dtype=F32, H=2, HV=2),
+    Case(T=1, mode="gdn", has_scalar_gate=True, gate="softplus", HV=3, A=BF16, bias=BF16, g=F32, layout="packed"),
+    Case(T=1, mode="lightning", norm=False, rows=(3, -1, 1), HV=2, H=2),
+    Case(T=1, mode="lightning", HV=2, layout="packed", index=torch.int64),
+    Case(T=1, mode="lightning", norm=False, forgets=True, rows=None, HV=2),
     Case(),
     Case(pool=BF16),
     Case(pool=BF16, is_tall=True, has_scalar_gate=True, g=F32),
@@ -279,11 +291,11 @@ def test_slots_are_asked_for_early(interpreted, monkeypatch, case):
     interpreted(races=True)
     check(case, "cpu")
     assert not asked
-    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_BLOCKS", 0)
     check(case, "cpu")
     p, _ = make(case, "cpu")
     live = p.N if case.rows is None else sum(slot >= 0 for slot in case.rows)  # slot 0 is one, even if it means none
-    assert len(asked) == live * p.HV * 8
+    assert len(asked) == live * p.HV * decode.STATE_BLOCKS[case.pool]
 
 
 @pytest.mark.parametrize(("slot", "is_asked"), [(SLOTS - 1, True), (SLOTS, False), (1_000_000, False), (-1, False)])
@@ -291,7 +303,7 @@ def test_only_slots_of_the_pool_are_asked_for(interpreted, monkeypatch, slot, is
     """Whatever is named before the kernel in front has ended; and the result is that of the slots that are named afterwards."""
     asked = []
     monkeypatch.setattr(copies.Copies, "hint", lambda *of: asked.append(of))
-    monkeypatch.setattr(decode, "PREFETCH_STATES", 0)
+    monkeypatch.setattr(decode, "PREFETCH_BLOCKS", 0)
     interpreted(edit=lambda text: re.sub(r"(ld\.relaxed\.gpu\.global\.b32 (%r\d+), .*;)", rf"\1 mov.b32 \2, {slot};", text))
     check(Case(T=1, pool=BF16), "cpu")
     assert bool(asked) == is_asked
@@ -523,7 +535,8 @@ def test_some_calls_are_not_recorded(launched):
         ({}, None),
         ({"T": 8, "pool_dtype": BF16}, None),
         ({"T": 1, "pool_dtype": BF16}, None),
-        ({"T": 1}, "leaves one token on float32 states to triton"),
+        ({"T": 1}, None),
+        ({"T": 1, "has_float32_parameters": False}, "leaves one token with A_log or dt_bias in 16 bits"),
         ({"T": 1, "pool_dtype": BF16, "has_float32_parameters": False}, "leaves one token with A_log or dt_bias in 16 bits"),
         ({"has_float32_parameters": False}, None),
         ({"T": 1, "pool_dtype": BF16, "has_float32_parameters": False, "has_scalar_gate": True}, None),

@@ -76,7 +76,7 @@ CASES = [
     Case(lengths=(1, 0, 4, 2), slots=(2, 1, 5, -1), is_ragged=True, H=2, HV=2),
     Case(lengths=(2, 1), slots=(2, 1), is_ragged=True, keeps="buffer", pool=BF16, index=torch.int64),
     Case(lengths=(8, 5), slots=(2, 1), is_ragged=True, mode="lightning", commit=False, gate="log"),
-    Case(lengths=(1, 1), HV=2),
+    Case(lengths=(1, 1), HV=2, keeps="buffer"),
 ]
 
 
@@ -273,18 +273,18 @@ def test_what_is_taken(change, reason):
 
 
 @pytest.mark.parametrize("why_not", [None, "triton not installed", "cannot compile its launchers"])
-def test_one_token_on_float32_states_is_left_to_triton_where_that_can_launch(monkeypatch, why_not):
-    """Triton is a little faster. Named, the kernel takes the call; and where Triton is not, or finds no compiler."""
+def test_one_token_with_parameters_in_16_bits_is_left_to_triton_where_that_can_launch(monkeypatch, why_not):
+    """Triton reads them as they are. Named, the kernel takes the call; and where Triton is not, or finds no compiler."""
     is_there = why_not is None
     monkeypatch.setattr(loader, "missing", lambda arch: None)
     monkeypatch.setattr(dispatch, "_is_installed", lambda name: name != "triton" or why_not != "triton not installed")
     asked = []
     triton = dataclasses.replace(TRITON, lacks=lambda may_run: asked.append(may_run) or why_not)
     monkeypatch.setattr(dispatch, "BACKENDS", [triton if b.name == "triton" else b for b in dispatch.BACKENDS])
-    p = dataclasses.replace(make(Case(lengths=(1, 1)), "cpu").problem, **HOPPER)
+    p = dataclasses.replace(make(Case(lengths=(1, 1)), "cpu").problem, has_float32_parameters=False, **HOPPER)
     choice = dispatch.choose("kda_decode", p)
     assert choice.name == ("triton" if is_there else "cute_sm90")
-    assert not is_there or "leaves one token on float32 states to triton" in dict(choice.passed_over)["cute_sm90"]
+    assert not is_there or "leaves one token with A_log or dt_bias in 16 bits to triton" in dict(choice.passed_over)["cute_sm90"]
     assert dispatch.choose("kda_decode", p, "cute_sm90").name == "cute_sm90"
     assert asked == ([] if why_not == "triton not installed" else [True, True] if is_there else [True])
 

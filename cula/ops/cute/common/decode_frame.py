@@ -63,7 +63,7 @@ from cula.ops.cute.common.decode_kda_f32 import KdaF32
 from cula.ops.cute.common.decode_lightning_bf16 import LightningBf16
 from cula.ops.cute.common.decode_lightning_f32 import LightningF32
 from cula.ops.cute.common.decode_memory import fence, number_at, select
-from cula.ops.cute.common.decode_one import OneToken
+from cula.ops.cute.common.decode_one import OneToken, OneTokenF32
 from cula.ops.cute.common.tiles import F32, I32
 from cula.ops.cute.decode_abi import DECODE, TALL_TOKENS, TOKEN_TENSORS, TOKENS, Flag
 from cula.ops.cute.toolchain.variants import Variant
@@ -220,12 +220,13 @@ def decode_variants(tall_blocks: int = BLOCKS) -> Iterator[Variant]:
     """The kernels for an architecture, on which that many blocks with 32 rows a warp are to fit a multiprocessor.
 
     `decode_<tokens>_<states>`; with 16 lanes a row `decode_<tokens>_f32_wide`, 32 rows a warp `decode_<tokens>_bf16_tall`;
-    of Lightning the same with `_lightning`. One token has states in bfloat16 alone, and a kernel for one gate a head, `_scalar`
-    (several tokens take either gate); several of Lightning on those have one kernel for all numbers of tokens.
+    of Lightning the same with `_lightning`. One token has a kernel for one gate a head, `_scalar` (several tokens take either
+    gate); several of Lightning on states in bfloat16 have one kernel for all numbers of tokens.
     """
-    yield _variant("decode_1_bf16", OneToken(is_kda=True))
-    yield _variant("decode_1_bf16_scalar", OneToken(is_kda=True, is_scalar=True))
-    yield _variant("decode_1_bf16_lightning", OneToken(is_kda=False))
+    for name, rows in (("bf16", OneToken), ("f32", OneTokenF32)):
+        yield _variant(f"decode_1_{name}", rows(is_kda=True))
+        yield _variant(f"decode_1_{name}_scalar", rows(is_kda=True, is_scalar=True))
+        yield _variant(f"decode_1_{name}_lightning", rows(is_kda=False))
     for T in TOKENS:
         yield _variant(f"decode_{T}_bf16", KdaBf16(T))
         if T in TALL_TOKENS:

@@ -32,7 +32,7 @@ from cula.ops.cute.common.arguments import variant_of
 from cula.ops.cute.common.decode_call import Call, D, Place
 from cula.ops.cute.common.decode_frame import numbers_of, tensors_of
 from cula.ops.cute.common.decode_memory import load_halves, number_at, packed, select, size_of, vector_at, widened
-from cula.ops.cute.common.decode_one import CHANNELS, LANES, LOADS, SAME_ROW, OneToken, Token, addresses, intra
+from cula.ops.cute.common.decode_one import LOADS, OneToken, Token, addresses, intra
 from cula.ops.cute.common.decode_sums import sum_of_each
 from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.tiles import BF16, F32, I32
@@ -91,11 +91,11 @@ class Steps(OneToken):
 
     def first_channel(self, lane: Any) -> Any:
         """Of a lane; of a float32 state the other four are `HALF` further."""
-        return lane % LANES * (4 if self.is_f32 else CHANNELS)
+        return lane % self.lanes * (4 if self.is_f32 else self.channels)
 
     def own_channel(self, lane: Any) -> Any:
         """The first of the four whose gate a lane makes; lane ^ 16 makes the others."""
-        return self.first_channel(lane) + lane // LANES * (HALF if self.is_f32 else 4)
+        return self.first_channel(lane) + lane // self.lanes * (HALF if self.is_f32 else 4)
 
     def load_channels(self, at: Any, words: Any) -> None:
         """Of k or q: four words."""
@@ -108,24 +108,24 @@ class Steps(OneToken):
     def piece_at(self, state: Any, i: int, piece: int, lane: Any) -> Any:
         """16 bytes of a lane's i-th row; `state` is where the warp's rows begin."""
         size = self.dtype.width // 8
-        own = state + Int64((lane // LANES * D + self.first_channel(lane)) * size)
+        own = state + Int64((lane // self.lanes * D + self.first_channel(lane)) * size)
         return vector_at(F32 if self.is_f32 else I32, own + (2 * i * D + piece * HALF) * size, 4, 16)  # a constant away
 
     @cute.jit
     def load_state(self, state: Int64, lane: I32):
         """[channels, rows] in float32. All loads are on their way before anything waits for one."""
-        stored = cute.make_rmem_tensor((CHANNELS, LOADS), F32)
+        stored = cute.make_rmem_tensor((self.channels, LOADS), F32)
         if cutlass.const_expr(self.is_f32):
             for i in cutlass.range_constexpr(LOADS):
                 for piece in cutlass.range_constexpr(2):
-                    cute.autovec_copy(self.piece_at(state, i, piece, lane), flat(stored, CHANNELS * i + 4 * piece, 4))
+                    cute.autovec_copy(self.piece_at(state, i, piece, lane), flat(stored, self.channels * i + 4 * piece, 4))
         else:
             words = cute.make_rmem_tensor((4, LOADS), I32)
             for i in cutlass.range_constexpr(LOADS):
                 cute.autovec_copy(self.piece_at(state, i, 0, lane), flat(words, 4 * i, 4))
             for i in cutlass.range_constexpr(LOADS):
-                row = widened(flat(words, 4 * i, 4), CHANNELS)
-                for c in cutlass.range_constexpr(CHANNELS):
+                row = widened(flat(words, 4 * i, 4), self.channels)
+                for c in cutlass.range_constexpr(self.channels):
                     stored[c, i] = row[c]
         return stored
 
@@ -135,7 +135,7 @@ class Steps(OneToken):
         for i in cutlass.range_constexpr(LOADS):
             if cutlass.const_expr(self.is_f32):
                 for piece in cutlass.range_constexpr(2):
-                    cute.autovec_copy(flat(stored, CHANNELS * i + 4 * piece, 4), self.piece_at(state, i, piece, lane))
+                    cute.autovec_copy(flat(stored, self.channels * i + 4 * piece, 4), self.piece_at(state, i, piece, lane))
             else:
                 for w in cutlass.range_constexpr(4):
                     words[w] = packed(stored[2 * w, i], stored[2 * w + 1, i])
@@ -146,16 +146,16 @@ class Steps(OneToken):
         """A token meets the state: o of the lane's row goes to that address, and `stored` becomes the state after it."""
         k, q, kq, v, decay, b = ready
         for i in cutlass.range_constexpr(LOADS):
-            for c in cutlass.range_constexpr(CHANNELS):
+            for c in cutlass.range_constexpr(self.channels):
                 stored[c, i] *= decay[c]
         vectors = (k, q) if self.is_kda else (q,)
         sums = cute.make_rmem_tensor((LOADS, len(vectors)), F32)
         sums.fill(0.0)
         for i in cutlass.range_constexpr(LOADS):
-            for c in cutlass.range_constexpr(CHANNELS):
+            for c in cutlass.range_constexpr(self.channels):
                 for n, vector in enumerate(vectors):
                     sums[i, n] += stored[c, i] * vector[c]
-        total, _ = sum_of_each([sums[i, n] for n in range(len(vectors)) for i in range(LOADS)], lane, LANES)
+        total, _ = sum_of_each([sums[i, n] for n in range(len(vectors)) for i in range(LOADS)], lane, self.lanes)
         u, query = v, total
         if cutlass.const_expr(self.is_kda):
             other = cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -164,8 +164,8 @@ class Steps(OneToken):
         if self.writes_output(lane):
             vector_at(BF16, to, 1)[0] = (query + u * kq).to(BF16)
         for i in cutlass.range_constexpr(LOADS):
-            of_row = cute.arch.shuffle_sync(u, self.lane_of_sum(i), mask_and_clamp=SAME_ROW)
-            for c in cutlass.range_constexpr(CHANNELS):
+            of_row = cute.arch.shuffle_sync(u, self.lane_of_sum(i), mask_and_clamp=self.same_row)
+            for c in cutlass.range_constexpr(self.channels):
                 stored[c, i] += of_row * k[c]
 
 

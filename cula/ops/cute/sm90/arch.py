@@ -22,10 +22,7 @@ HOPPER = Arch(
     ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    new=(  # all others have run on an H200
-        "bwd_*_plain",  # gradients for keys that come normalised
-        "gdn_*_half",  # since heads of longer sequences come first, and pieces warm up with keys that come normalised, too
-    ),
+    new=(),  # all have run on an H200
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,
