@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import cula.integrations.fla
+from cula.bench.timing import tune_for
 from cula.reference import relative_error
 from cula.utils import describe_device
 
@@ -75,8 +76,12 @@ def main() -> None:
     for name, default in (("width", 2048), ("heads", 16), ("head-dim", 128), ("batch", 1), ("tokens", 8192), ("repeats", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    times = ("WARMUP", "REPEAT")
+    parser.add_argument("--tune-ms", nargs=2, type=int, metavar=times, help="of FLA's tuner, a variant (Triton: 25 100)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.tune_ms:
+        tune_for(*args.tune_ms)
     if args.device != "cpu" and not on_gpu:
         parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
     rows = []
@@ -100,7 +105,8 @@ def main() -> None:
         print(json.dumps({key: value for key, value in row.items() if key != "apart"}), flush=True)
     if args.out:
         result = {"script": "benchmarks/fla_layers.py", "what": __doc__.splitlines()[0], "machine": describe_device(args.device)}
-        result |= {"torch": torch.__version__, "sizes": {k: v for k, v in vars(args).items() if isinstance(v, int)}, "rows": rows}
+        sizes = {k: v for k, v in vars(args).items() if isinstance(v, int)}
+        result |= {"tune_ms": args.tune_ms, "torch": torch.__version__, "sizes": sizes, "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

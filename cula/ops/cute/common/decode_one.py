@@ -294,7 +294,7 @@ def intra(
 
 @cute.jit
 def decays_of_channels(rows: cutlass.Constexpr, call: cutlass.Constexpr, raw: cutlass.Constexpr, lane: I32):
-    """Of a lane's channels: it makes four, and gets the others from lane ^ 16 where it has eight; or the head's, for all of them."""
+    """Of a lane's channels: it makes four, and gets others that it has from lane ^ 16; or the head's, for all of them."""
     decay = cute.make_rmem_tensor((rows.channels,), F32)
     if cutlass.const_expr(rows.is_scalar):
         A = number_of(raw.A, (call.flags & Flag.A_IS_F32) != 0)

@@ -16,6 +16,7 @@ from cula.ops.cute.common.fragments import corner, flat, lane_address, round_tf3
 from cula.ops.cute.common.tiles import F32, I32, TF32
 
 PITCH = 20  # floats a row of a 16x16 block in shared memory: rows of whole 16 bytes, and 8 rows of 8 bytes meet no bank twice
+BLOCK_BYTES = 16 * PITCH * 4
 # The tensor cores drop the low 13 bits of a float32 operand, on average 0.72 * 2^-11 of it. Given back here, as an exponent, what
 # is left is the error of rounding, without an instruction for each.
 UNBIASED = math.log2(1.0 + 0.72 * 2.0**-11)

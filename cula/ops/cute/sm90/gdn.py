@@ -26,10 +26,10 @@ prepares two chunks at a time (`prepare_head`). Every role asks for its own tile
 
 | shared memory                | bytes, whole | half  |
 |------------------------------|--------------|-------|
-| k: four stages               | 64 K         | 64 K  |
-| q, and o in its place: two   | 32 K         | 32 K  |
+| k: five stages, or four      | 80 K         | 64 K  |
+| q: one; two, and o in place  | 16 K         | 32 K  |
 | v: two stages                | 32 K         | 16 K  |
-| S, E in bf16                 | 48 K         | 24 K  |
+| S; E, and o in its place     | 48 K         | 24 K  |
 | half of M                    |              | 16 K  |
 | T: two, or four of them      | 16 K         | 32 K  |
 | A of two chunks, to be inverted | 25 K      | 25 K  |

@@ -5,8 +5,8 @@
     A[t, i] = k_t . k_i 2^(G_t - G_i) b_i, i < t                  T = (I + A)^-1
 
 A warpgroup. Keys are operands as they came; where they are to be normalised, 1 / |k_t| joins the factors: f_t and r_t b_t are
-multiplied by it, and the exponents of A have it as a logarithm. Scores are one wgmma, of which warp w has rows 16 w .. 16 w + 15;
-a decay is one number for an entry, and no exponent is above that of 1 / |k|.
+multiplied by it, and the exponents of A have it as a logarithm. Scores are one wgmma, of which warp w has rows 16 w .. 16 w + 15,
+or products of warps, in blocks of 16x16; a decay is one number for an entry, and no exponent is above that of 1 / |k|.
 """
 
 from __future__ import annotations
@@ -35,16 +35,24 @@ from cula.ops.cute.common.gdn_vectors import (
     read_numbers,
     read_pairs,
     write_all_vectors,
-    write_half_of_vectors,
 )
-from cula.ops.cute.common.inverse import UNBIASED, below, inverse_columns, inverse_pair, place_inverse, work_of
-from cula.ops.cute.common.squares import squares_at
+from cula.ops.cute.common.inverse import (
+    BLOCK_BYTES,
+    PITCH,
+    UNBIASED,
+    below,
+    inverse_columns,
+    inverse_pair,
+    place_inverse,
+    work_of,
+)
+from cula.ops.cute.common.squares import products_at, squares_at
 from cula.ops.cute.common.tiles import BF16, F32, I32, issue, rows_and_columns
 from cula.ops.cute.gdn_abi import TILE_BYTES
 from cula.ops.cute.sm90.kda_fused_smem import send
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile
 
-from .gdn_smem import Barrier, stage_of_t, sum_of
+from .gdn_smem import SUM_STAGES, Barrier, stage_of_k, stage_of_t, sum_of
 
 SQUARE_BYTES = TILE_BYTES // 2
 
@@ -87,32 +95,41 @@ def prepare_head(
     """The chunks of a plan, two at a time. The block has had n0 chunks before; returns how many it has had then.
 
     With one chunk at a time two warps would invert diagonal blocks while two wait, and then warp 0 would have the longest column
-    of blocks and warp 3 the shortest. With two chunks each warp has as much to do as any other.
+    of blocks and warp 3 the shortest. With two chunks each warp has as much to do as any other. Warps 0 and 1 have the fewest
+    blocks of scores, and write the vectors of the next two chunks, a chunk each.
     """
     wid, lane, ours = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3, cute.arch.lane_idx(), everyone(0)
     of_k, ahead = inputs_of(tma_k, gates, scalars, items, plan, smem)
-    first, end, which = plan.start, plan.end, wid >> 1
-    for i in cutlass.range_constexpr(2):
+    first, end = plan.start, plan.end
+    for i in cutlass.range_constexpr(cute.size(smem.k, mode=[2]) - 2):
         if wid == 0 and first + i < end:
-            ask_for_keys(of_k, bars, first + i, n0 + i)
-    if first + which < end:
-        read_numbers(ahead, first + which)
+            ask_for_keys(of_k, smem, bars, first + i, n0 + i)
+    if wid < 2 and first + wid < end:
+        read_numbers(ahead, first + wid)
+        write_vectors_ahead(ahead, smem.vectors, first + wid, n0 + wid)
+    ours.arrive_and_wait()
     for chunk in cutlass.range(first, end, 2, unroll=1):
         n, count = n0 + chunk - first, cutlass.min(end - chunk, 2)
-        if which < count:
-            write_half_of_vectors(ahead, smem.vectors, chunk + which, n + which, wid & 1)
-            if chunk + which + 2 < end:
-                read_numbers(ahead, chunk + which + 2)
+        take_both(mmas, smem, bars, ours, n, count, plan.tokens - chunk * 64, wid, lane, variant)
         for i in cutlass.range(count, unroll=1):
-            take_keys(mmas, smem, bars, ours, n + i, plan.tokens - (chunk + i) * 64, wid, lane, variant)
             make_scores(mmas, smem, n + i, *work(smem, i), wid, lane, variant)
+        if wid < 2 and chunk + wid + 2 < end:
+            write_vectors_ahead(ahead, smem.vectors, chunk + wid + 2, n + wid + 2)
         ours.arrive_and_wait()
-        if which < count:
-            inverse_pair(work_of(smem.diagonal, which, 4), wid & 1, 3 - (wid & 1), lane)
+        if wid >> 1 < count:
+            inverse_pair(work_of(smem.diagonal, wid >> 1, 4), wid & 1, 3 - (wid & 1), lane)
         ours.arrive_and_wait()
         for i in cutlass.range(count, unroll=1):
             place_t(of_k, mmas, smem, bars, plan, chunk + i, n + i, i, wid, lane)
     return n0 + end - first
+
+
+@cute.jit
+def write_vectors_ahead(ahead: cutlass.Constexpr, vectors: cute.Tensor, chunk: I32, n: I32):
+    """Vectors of a chunk, the block's n-th, from numbers that are on their way; those of the next but one then are."""
+    write_all_vectors(ahead, vectors, chunk, n)
+    if chunk + 2 < ahead.plan.end:
+        read_numbers(ahead, chunk + 2)
 
 
 @cute.jit
@@ -128,15 +145,16 @@ def place_t(
     wid: I32,
     lane: I32,
 ):
-    """A column of T of the first or the second of two chunks, the block's n-th; the keys of the next but one are asked for."""
-    column, (place, _) = wid if i == 0 else 3 - wid, stage_of_t(smem, n)
+    """A column of T of the first or the second of two chunks, the block's n-th; and later keys are asked for."""
+    column, (place, _), ahead = wid if i == 0 else 3 - wid, stage_of_t(smem, n), cute.size(smem.k, mode=[2]) - 2
     columns = cute.make_rmem_tensor((32,), BF16)
     inverse_columns(mmas.tf32, *work(smem, i), column, lane, columns, None)
-    cute.arch.mbarrier_wait(bars.k_empty + ((n + 2) & 3), (((n + 2) >> 2) + 1) & 1)  # chunk n - 2 is done, whose T was here
+    stage, turn = stage_of_k(smem, n + ahead)
+    cute.arch.mbarrier_wait(bars.k_empty + stage, turn ^ 1)  # chunk n - 2 is done, whose keys and T were here
     place_inverse(columns, smem.T[None, None, place], column, lane)
     publish(bars.t_ready + place)
-    if wid == 0 and chunk + 2 < plan.end:
-        ask_for_keys(of_k, bars, chunk + 2, n + 2)
+    if wid == 0 and chunk + ahead < plan.end:
+        ask_for_keys(of_k, smem, bars, chunk + ahead, n + ahead)
 
 
 def work(smem: Any, i: Any) -> tuple[Any, Any]:
@@ -154,16 +172,48 @@ def inputs_of(tma_k: Any, gates: Any, scalars: Any, items: Any, plan: Any, smem:
 
 
 @cute.jit
-def ask_for_keys(of_k: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n: I32):
+def ask_for_keys(of_k: cutlass.Constexpr, smem: cutlass.Constexpr, bars: cutlass.Constexpr, chunk: I32, n: I32):
     """Keys of a chunk, the n-th of this block, are to come. By a warp."""
-    stage = n & 3
-    cute.arch.mbarrier_wait(bars.k_empty + stage, ((n >> 2) + 1) & 1)
+    stage, turn = stage_of_k(smem, n)
+    cute.arch.mbarrier_wait(bars.k_empty + stage, turn ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + stage, TILE_BYTES)
     copy_tile(of_k, chunk, stage, bars.k_full + stage)
 
 
 # Keys
+
+
+@cute.jit
+def take_both(
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    ours: cutlass.Constexpr,
+    n: I32,
+    count: I32,
+    left: I32,
+    wid: I32,
+    lane: I32,
+    variant: cutlass.Constexpr,
+):
+    """Wait for keys of two chunks, or of the last one, whose vectors are there, and make them what products and other roles read:
+    rows past the end are cleared, and norms join the factors. Nobody reads what was inverted before any more."""
+    for i in cutlass.range(count, unroll=1):
+        stage, turn = stage_of_k(smem, n + i)
+        cute.arch.mbarrier_wait(bars.k_full + stage, turn)
+    if left < 64 * count:
+        last, _ = stage_of_k(smem, n + count - 1)
+        clear_rows(smem.k[None, None, last], wid, lane, left - 64 * (count - 1))
+        cute.arch.fence_proxy("async.shared", space="cta")
+    if cutlass.const_expr(variant.is_normalised):
+        for i in cutlass.range(count, unroll=1):
+            join_norms(mmas, smem, n + i, wid, lane)
+    ours.arrive_and_wait()
+    thread = cute.arch.thread_idx()[0] % 128
+    if thread < count:
+        own, _ = stage_of_k(smem, n + thread)
+        cute.arch.mbarrier_arrive(bars.k_ready + own)
 
 
 @cute.jit
@@ -178,17 +228,18 @@ def take_keys(
     lane: I32,
     variant: cutlass.Constexpr,
 ):
-    """Wait for keys and vectors of the block's n-th chunk, which has so many tokens left, and make them what products and other
-    roles read: rows past the end are cleared, and norms join the factors."""
-    cute.arch.mbarrier_wait(bars.k_full + (n & 3), (n >> 2) & 1)
-    tile = smem.k[None, None, n & 3]
-    clear_rows(tile, wid, lane, left)
+    """The same of one chunk, the block's n-th, which has so many tokens left, and for whose vectors warps wait here."""
+    stage, turn = stage_of_k(smem, n)
+    cute.arch.mbarrier_wait(bars.k_full + stage, turn)
+    if left < 64:
+        clear_rows(smem.k[None, None, stage], wid, lane, left)
+        cute.arch.fence_proxy("async.shared", space="cta")
     if cutlass.const_expr(variant.is_normalised):
-        squares = squares_at(mmas.squares, lane_address(tile, wid, lane), lane // 4, BF16)
         ours.arrive_and_wait()  # vectors are there
-        for i in cutlass.range_constexpr(2):
-            join_norm(smem, n, 16 * wid + lane // 4 + 8 * i, squares[i], lane % 4)
-    keys_are_ready(bars, ours, n)
+        join_norms(mmas, smem, n, wid, lane)
+    ours.arrive_and_wait()
+    if cute.arch.thread_idx()[0] % 128 == 0:
+        cute.arch.mbarrier_arrive(bars.k_ready + stage)
 
 
 @cute.jit
@@ -204,13 +255,22 @@ def clear_rows(tile: cute.Tensor, wid: I32, lane: I32, left: I32):
 
 
 @cute.jit
+def join_norms(mmas: cutlass.Constexpr, smem: cutlass.Constexpr, n: I32, wid: I32, lane: I32):
+    """Of the keys that are this warp's 16 rows."""
+    stage, _ = stage_of_k(smem, n)
+    squares = squares_at(mmas.squares, lane_address(smem.k[None, None, stage], wid, lane), lane // 4, BF16)
+    for i in cutlass.range_constexpr(2):
+        join_norm(smem, n, 16 * wid + lane // 4 + 8 * i, squares[i], lane % 4)
+
+
+@cute.jit
 def join_norm(smem: cutlass.Constexpr, n: I32, row: I32, square: F32, c: I32):
     """The norm of a key joins its factors, by three of its four lanes: exponents of columns, f, r b."""
     log_norm = F32(0.5) * log2(square + F32(L2_NORM_EPS))
     at = I32(smem.vectors.iterator.toint()) + 4 * ((n & 7) * VECTORS + row)
     if c == 0:
         x = shared_at(at + 4 * SUM, F32, 1, 4)
-        smem.sums[row, n & 3] = x[0]
+        smem.sums[row, n % SUM_STAGES] = x[0]
         x[0] = x[0] + log_norm
     elif c < 3:
         x = shared_at(at + (4 * POWER if c == 1 else 4 * INTO_STATE), F32, 1, 4)
@@ -220,15 +280,6 @@ def join_norm(smem: cutlass.Constexpr, n: I32, row: I32, square: F32, c: I32):
 def everyone(which: Any) -> NamedBarrier:
     """The barrier of all threads of a warpgroup that prepares."""
     return NamedBarrier(barrier_id=Barrier.PREPARE + which, num_threads=128)
-
-
-@cute.jit
-def keys_are_ready(bars: cutlass.Constexpr, ours: cutlass.Constexpr, n: I32):
-    """All have written their keys of the block's n-th chunk, and its vectors."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    ours.arrive_and_wait()
-    if cute.arch.thread_idx()[0] % 128 == 0:
-        cute.arch.mbarrier_arrive(bars.k_ready + (n & 3))
 
 
 # Scores
@@ -246,7 +297,7 @@ def make_scores(
     variant: cutlass.Constexpr,
 ):
     """A of the block's n-th chunk, to where it is inverted."""
-    thr, stage = mmas.kk.get_slice(cute.arch.thread_idx()[0] % 128), n & 3
+    thr, (stage, _) = mmas.kk.get_slice(cute.arch.thread_idx()[0] % 128), stage_of_k(smem, n)
     scores = thr.make_fragment_C(thr.partition_shape_C((64, 64)))
     a, b = thr.make_fragment_A(thr.partition_A(smem.k)), thr.make_fragment_B(thr.partition_B(smem.k))
     issue(mmas.kk, scores, a[None, None, None, stage], b[None, None, None, stage], False)
@@ -293,6 +344,61 @@ def place_scores(
                     cute.autovec_copy(two, cute.local_tile(to, (1, 2), (r + 8 * i, 4 * nb + c)))
 
 
+@cute.jit
+def make_warp_scores(
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    n: I32,
+    sA: cute.Tensor,
+    sD: cute.Tensor,
+    strip: I32,
+    lane: I32,
+    variant: cutlass.Constexpr,
+):
+    """Sixteen rows of A of the block's n-th chunk, by a warp, up to the diagonal, in blocks of 16x16."""
+    (stage, _), of_row = stage_of_k(smem, n), cute.make_rmem_tensor((2,), F32)
+    tile = smem.k[None, None, stage]
+    for i in cutlass.range_constexpr(2):
+        row = 16 * strip + lane // 4 + 8 * i
+        of_row[i] = sum_of(smem, row, n)
+        if cutlass.const_expr(variant.is_normalised):  # G - log2 |k| of G and G + log2 |k|
+            of_row[i] = 2 * of_row[i] - smem.vectors[SUM + row, n & 7]
+    own_at = lane_address(tile, strip, lane)
+    for block in cutlass.range(strip + 1, unroll=1):
+        A = products_at(mmas.squares, own_at, lane_address(tile, block, lane), BF16)
+        place_block(A, of_row, smem, n, sA, sD, strip, block, lane)
+
+
+@cute.jit
+def place_block(
+    A: cute.Tensor,
+    of_row: cute.Tensor,
+    smem: cutlass.Constexpr,
+    n: I32,
+    sA: cute.Tensor,
+    sD: cute.Tensor,
+    strip: I32,
+    block: I32,
+    lane: I32,
+):
+    """A block, decayed and weighed: in float32 on the diagonal, below it for tf32."""
+    r, c, is_below = lane // 4, lane % 4, block < strip
+    unbiased = F32(UNBIASED) if is_below else F32(0.0)
+    number = strip * (strip - 1) // 2 + block
+    to = I32(sD.iterator.toint()) + BLOCK_BYTES * strip
+    if is_below:
+        to = I32(sA.iterator.toint()) + BLOCK_BYTES * number
+    sums, b = [read_pairs(smem.vectors, of, n & 7, c + 8 * block, 2) for of in (SUM, STRENGTH)]
+    for i in cutlass.range_constexpr(2):
+        for nb in cutlass.range_constexpr(2):
+            two = cute.make_rmem_tensor((2, 1), F32)
+            for e in cutlass.range_constexpr(2):
+                j = 2 * nb + e
+                x = A[4 * nb + 2 * i + e] * (exp2(of_row[i] + unbiased - sums[j]) * b[j])
+                two[e] = x if is_below or 8 * nb + 2 * c + e < r + 8 * i else F32(0.0)
+            cute.autovec_copy(two, shared_at(to + 4 * ((r + 8 * i) * PITCH + 8 * nb + 2 * c), F32, 2, 8))
+
+
 # What two blocks share
 
 
@@ -332,7 +438,7 @@ def share_head(
     if wid == 3:
         for i in cutlass.range_constexpr(2):
             if n + i >= 0 and n + i < chunks:
-                ask_for_keys(of_k, bars, plan.start + n + i, n + i)
+                ask_for_keys(of_k, smem, bars, plan.start + n + i, n + i)
                 if cutlass.const_expr(i == 0):
                     ask_for_t(bars, n, partner)
     for turn in cutlass.range(first, last, unroll=1):
@@ -350,7 +456,7 @@ def share_head(
                     if mine + 4 < chunks:
                         read_numbers(ahead, plan.start + mine + 4)
         if wid == 3 and turn > 0 and following < chunks:
-            ask_for_keys(of_k, bars, plan.start + following, following)
+            ask_for_keys(of_k, smem, bars, plan.start + following, following)
             if u & 1 == 1:
                 ask_for_t(bars, following, partner)
 
@@ -371,7 +477,10 @@ def share_t(
     rows of it, as they lie 2 KB, and sends them when it is done."""
     ours, (place, turn) = everyone(which), stage_of_t(smem, n)
     sA, sD = work(smem, which)
-    make_scores(mmas, smem, n, sA, sD, wid, lane, variant)
+    if cutlass.const_expr(variant.has_warp_scores):
+        make_warp_scores(mmas, smem, n, sA, sD, wid, lane, variant)
+    else:
+        make_scores(mmas, smem, n, sA, sD, wid, lane, variant)
     ours.arrive_and_wait()
     if wid < 2:
         inverse_pair(sD, wid, 3 - wid, lane)

@@ -32,7 +32,7 @@ from cula.ops.cute.common.fragments import flat
 from cula.ops.cute.common.gate import log2, sigmoid
 from cula.ops.cute.common.gdn_items import Plan, number_in, sequence_of
 from cula.ops.cute.common.gdn_vectors import gate_of, log_decays, read_words, token_of
-from cula.ops.cute.common.squares import add_squares
+from cula.ops.cute.common.squares import add_products
 from cula.ops.cute.common.tiles import F16, F32, I32, rounded, rows_and_columns, seen_as_a, swapped
 from cula.ops.cute.gdn_abi import FEWEST_CHUNKS, TILE_BYTES
 from cula.ops.cute.sm90.fp16_window import is_safely_inside, over_row, scale_rows, unscale_rows
@@ -220,7 +220,7 @@ def largest_square(rows: cute.Tensor, mma: cute.TiledMma):
             pairs = cute.make_rmem_tensor((8,), rows.element_type)  # of rows r and r + 8 in turn
             for e in cutlass.range_constexpr(8):
                 pairs[e] = raw[16 * (i // 2) + 8 * (e // 2 % 2) + 4 * (i % 2) + 2 * (e // 4) + e % 2]
-            add_squares(mma, squares, pairs)
+            add_products(mma, squares, pairs, pairs)
         for e in cutlass.range_constexpr(8):
             top = cute.arch.fmax(top, squares[e])
     for step in cutlass.range_constexpr(5):

@@ -32,7 +32,7 @@ from cula.ops.cute.gdn_abi import BFLOAT16, FLOAT16, FLOAT32, TILE_BYTES
 from cula.ops.cute.sm90.kda_recurrence_steps import copy_of, copy_tile, load_v
 
 from .gdn_segments import chain, hand_on
-from .gdn_smem import stage_of_t
+from .gdn_smem import stage_of_k, stage_of_t
 
 
 class Walker(NamedTuple):
@@ -153,8 +153,8 @@ def state_step(
     """The state over the block's n-th chunk. `shown` is how many before it had an output; None: this one has none. M of a map
     sees no v."""
     part, mmas, accS, has_output = w.part, w.mmas, w.accS, cutlass.const_expr(shown is not None)
-    stage, of_vectors, of_v, c = n & 3, n & 7, 2 * w.part + (n & 1), w.thread % 4
-    place, turn = stage_of_t(smem, n)
+    of_vectors, of_v, c = n & 7, 2 * w.part + (n & 1), w.thread % 4
+    (stage, k_turn), (place, turn) = stage_of_k(smem, n), stage_of_t(smem, n)
     thr_x, thr_t, thr_s = mmas.x.get_slice(w.thread), mmas.t.get_slice(w.thread), mmas.s.get_slice(w.thread)
     accX = thr_x.make_fragment_C(thr_x.partition_shape_C((64, 64)))
     accE = thr_t.make_fragment_C(thr_t.partition_shape_C((64, 64)))
@@ -167,7 +167,7 @@ def state_step(
 
     if cutlass.const_expr(has_output):
         cute.arch.mbarrier_wait(bars.s_empty + part, (shown + 1) & 1)
-    cute.arch.mbarrier_wait(bars.k_ready + stage, (n >> 2) & 1)
+    cute.arch.mbarrier_wait(bars.k_ready + stage, k_turn)
     issue(mmas.x, accX, seen_as_a(half), k[None, None, None, stage], False)
     # No branch while the product runs, or the compiler waits for it there. It would where S decays, too, which comes later.
     if cutlass.const_expr(has_output):
