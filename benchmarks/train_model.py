@@ -14,6 +14,7 @@ import copy
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def train(model: nn.Module, is_compiled: bool, args: argparse.Namespace) -> dict
     return {"tokens_a_second": rate, "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "losses": losses}
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Models, one by one."""
     for family in args.models:
         torch.manual_seed(0)
         sizes = (args.layers, args.width, args.heads, args.head_dim)
@@ -128,10 +129,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     if kernels == "cula":
                         raise
                     row["error"] = f"{type(error).__name__}: {error}"[:300]
-                rows.append(row)
                 say = row.get("error") or f"{row['tokens_a_second']:.0f} tokens/s, loss {row['losses'][-1]:.4f}"
                 print(f"{family} {kernels:>4} {'compiled' if is_compiled else 'eager':>8}: {say}", flush=True)
-    return rows
+                yield row
 
 
 def draw(rows: list[dict[str, Any]], title: str, to: Path) -> None:
@@ -175,14 +175,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu" and not on_gpu:
         parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
-    rows = measure(args)
+    rows: list[dict[str, Any]] = []
     sizes = {name: getattr(args, name) for name in ("layers", "width", "heads", "head_dim", "batch", "tokens")}
     machine = describe_device(args.device)
-    if args.out:
-        result = {"script": "benchmarks/train_model.py", "what": __doc__.splitlines()[0], "machine": machine}
-        result |= {"torch": torch.__version__, "sizes": sizes, "rows": rows}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in measure(args):
+        rows.append(row)
+        if args.out:  # whoever ends this early has what was measured
+            result = {"script": "benchmarks/train_model.py", "what": __doc__.splitlines()[0], "machine": machine}
+            result |= {"torch": torch.__version__, "sizes": sizes, "rows": rows}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.picture:
         draw(rows, ", ".join(f"{name.replace('_', ' ')} {x}" for name, x in sizes.items()) + f" ({machine})", args.picture)
 
