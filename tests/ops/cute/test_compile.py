@@ -18,8 +18,8 @@ MAX_SMEM = 227 * 1024  # of a block, on each of these architectures
 REGISTERS_OF_SM = 65536
 MAX_REGISTERS = 255  # of a thread, without setmaxnreg
 TENSOR_MEMORY = 512  # columns of an SM
-# Bytes of stack a thread of kernels that spill and are faster so, by the beginning of their names: `docs/log/kda-backward.md`. One
-# keeps a word that it reads once a head.
+# Bytes of stack a thread of kernels that spill and are faster so, by the beginning of their names: `docs/log/kda-backward.md`.
+# One keeps a word that it reads once a head.
 STACK = {"gdn_norm_whole": 8, "bwd_kda": 256, "bwd_gdn_log_bf16_plain": 16, "bwd_gdn_log_f32_plain": 16}
 
 TEST_KERNELS = {"sm_90a": ("tests.support.kernels.hopper",), "sm_100a": ("tests.support.kernels.blackwell",)}
