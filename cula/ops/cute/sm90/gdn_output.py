@@ -132,19 +132,7 @@ def output_of_head(
         if cutlass.const_expr(not is_whole):
             give_back_errors(bars, variant)
         everyone.arrive_and_wait()  # all warps have read what o takes the place of
-        for part in cutlass.range_constexpr(variant.parts):
-            columns, tile = items.rank + part, part if cutlass.const_expr(is_whole) else 2 * place
-            store_tile(mmas.p_e, thread, rounded(parts[part]), smem.o[None, None, tile])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        for part in cutlass.range_constexpr(variant.parts):
-            columns, tile = items.rank + part, part if cutlass.const_expr(is_whole) else 2 * place
-            if left < 64:  # TMA would write on into the next sequence
-                rest = cute.domain_offset((plan.begin + 64 * chunk, 0), mO[None, None, hv])
-                copy_our_rows(smem.o[None, None, tile], cute.local_tile(rest, (64, 64), (0, columns)), wid, left)
-            else:
-                cute.copy(tma.o.atom, o_s[None, 4 * tile + wid], o_g[None, 4 * chunk + wid, columns])
-                cute.arch.cp_async_bulk_commit_group()
+        take_out(parts, (tma.o.atom, o_s, o_g), mO, mmas, smem, items, plan, chunk, left, place, thread, wid, variant)
         n += 1
     return n
 
@@ -154,6 +142,39 @@ def give_back_errors(bars: cutlass.Constexpr, variant: cutlass.Constexpr):
     """E of the next chunk may come."""
     for part in cutlass.range_constexpr(variant.parts):
         arrive(bars.e_empty + part)
+
+
+@cute.jit
+def take_out(
+    parts: cutlass.Constexpr,
+    of_o: cutlass.Constexpr,
+    mO: cute.Tensor,
+    mmas: cutlass.Constexpr,
+    smem: cutlass.Constexpr,
+    items: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+    chunk: I32,
+    left: I32,
+    place: I32,
+    thread: I32,
+    wid: I32,
+    variant: cutlass.Constexpr,
+):
+    """A warp's 16 rows of o, by way of shared memory."""
+    (atom, o_s, o_g), is_whole = of_o, cutlass.const_expr(variant.parts == 2)
+    tiles = [part if is_whole else 2 * place for part in range(variant.parts)]
+    for part in cutlass.range_constexpr(variant.parts):
+        store_tile(mmas.p_e, thread, rounded(parts[part]), smem.o[None, None, tiles[part]])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    for part in cutlass.range_constexpr(variant.parts):
+        columns = items.rank + part
+        if left < 64:  # TMA would write on into the next sequence
+            rest = cute.domain_offset((plan.begin + 64 * chunk, 0), mO[None, None, plan.hv])
+            copy_our_rows(smem.o[None, None, tiles[part]], cute.local_tile(rest, (64, 64), (0, columns)), wid, left)
+        else:
+            cute.copy(atom, o_s[None, 4 * tiles[part] + wid], o_g[None, 4 * chunk + wid, columns])
+            cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
