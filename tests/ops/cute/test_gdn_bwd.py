@@ -20,11 +20,11 @@ from cula.kda.problem import KdaGrads
 from cula.ops.cute import gdn_bwd, kda_bwd_call
 from cula.ops.cute.gdn_bwd_abi import BACKWARD
 from cula.ops.cute.kda_bwd_schedule import schedule, split_into
-from cula.ops.cute.toolchain import loader
+from cula.ops.cute.toolchain import loader, variants
 from cula.reference import relative_error
 from tests.ops.cute.test_gdn import Case, make
 from tests.ops.cute.test_kda_bwd import FRESH, of_kernel
-from tests.support.cute import poison_new_memory, skip_without_dsl
+from tests.support.cute import needs_dsl, poison_new_memory, skip_without_dsl
 from tests.support.replay import instead_of_launches
 from tools import ptx
 from tools.ptx.mutate import BLOCK_BARRIER, WGMMA_WAIT, without, without_wait
@@ -48,6 +48,11 @@ MORE = [
     (Case((330,), gate="zero", size=1e4, beta="plain"), 1e-4),
 ]
 ON_A_GPU = [
+    PACKED,
+    STEEP,
+    PLAIN,
+    *MORE,
+    (Case((130, 70), gate="log", beta="plain", HV=2, is_normalised=False, numbers=torch.bfloat16), 1.0),
     (Case((390,), size=1e6), 1e-7),
     (Case((390,), size=1e-7), 1e6),
     (Case((2000, 100), H=4, HV=16, gate="fast", numbers=torch.bfloat16), 1.0),
@@ -277,8 +282,14 @@ def kernels():
         pytest.skip(str(choice))
 
 
+@needs_dsl
+def test_cases_on_a_gpu_take_every_variant():
+    taken = {gdn_bwd.variant(call(case)[0]) for case, _ in ON_A_GPU}
+    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.gdn_bwd"])}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "size"), [PACKED, STEEP, *MORE, *ON_A_GPU], ids=str)
+@pytest.mark.parametrize(("case", "size"), ON_A_GPU, ids=str)
 def test_on_a_gpu(kernels, case, size):
     assert is_right(case, size, "cuda")
 

@@ -23,11 +23,12 @@ from cula.ops.cute import bwd_self_check, gdn_bwd, kda, kda_bwd, kda_bwd_call, k
 from cula.ops.cute.kda_abi import SPLIT
 from cula.ops.cute.kda_bwd_abi import BACKWARD, WORKSPACE, Home, Makes, tiles_bytes
 from cula.ops.cute.kda_bwd_schedule import schedule
-from cula.ops.cute.toolchain import build, loader, self_check
+from cula.ops.cute.toolchain import build, loader, self_check, variants
 from cula.reference import relative_error
 from tests.core.replay import test_training
 from tests.ops.cute.test_kda import Case, kernels, make  # noqa: F401  (a fixture)
 from tests.ops.cute.test_kda_dispatch import HOPPER
+from tests.support.cute import needs_dsl
 from tests.support.orders import in_each_order
 from tests.support.replay import instead_of_launches, replay, stand_in
 from tests.support.variants import HOPPER_KDA_BWD
@@ -71,6 +72,10 @@ OTHER_GATES = [
     (Case((100,), shift=-6.0, has_scalar_gate=True, are_keys_alike=True), 1.0),
     (Case((100,), shift=-2.0, has_scalar_gate=True, g=torch.float32), 1.0),
     (Case((130,), shift=-8.0, are_keys_alike=True, has_raw_beta=False, HV=2), 1.0),
+    (Case((70, 5), gate="log", shift=-2.0, HV=2, has_raw_beta=False, is_normalised=False), 1.0),
+    (Case((70, 5), gate="log", shift=-2.0, has_scalar_gate=True, has_raw_beta=False, is_normalised=False), 1.0),
+    (Case((70,), gate="log", decays="fastest", is_safe=True), 1.0),
+    (Case((70,), gate="log", shift=-2.0, has_scalar_gate=True, g=torch.float32, has_raw_beta=False, is_normalised=False), 1.0),
 ]
 MORE = [
     (Case((300,), is_packed=False, H=2, HV=2), 1.0),
@@ -82,6 +87,7 @@ MORE = [
     (Case((330, 70), g=torch.float32, shift=-2.0, HV=4), 1.0),
     (Case((2000, 100), H=4, HV=4, shift=-8.0, beta=torch.bfloat16), 1.0),
 ]
+ON_A_GPU = [*CASES, *OTHER_GATES, *MORE]
 
 
 def gradients_of_outputs(p: KdaProblem, size: float, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -517,8 +523,15 @@ def test_steps_that_keep_tiles_are_recorded(launched, request, monkeypatch):
 # On a GPU
 
 
+@needs_dsl
+def test_cases_on_a_gpu_take_every_variant():
+    """One that they leave out has no run on hardware, and belongs to those that check themselves."""
+    taken = {kda_bwd.variant(make(case, "cpu")[0]) for case, _ in ON_A_GPU}
+    assert taken == {v.name for v in variants.collect(["cula.ops.cute.sm90.kda_bwd"])}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "size"), [*CASES, *OTHER_GATES, *MORE], ids=str)
+@pytest.mark.parametrize(("case", "size"), ON_A_GPU, ids=str)
 def test_on_a_gpu(kernels, case, size):  # noqa: F811
     assert is_right(case, size, "cuda")
 

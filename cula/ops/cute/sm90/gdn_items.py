@@ -19,8 +19,7 @@ class GdnVariant(NamedTuple):
 
     @property
     def has_warp_scores(self) -> bool:
-        """Scores are products of warps, not of a warpgroup. On an H200 this takes 1 to 7 % less where keys are normalised here
-        and two blocks share a state, and elsewhere 4 to 18 % more."""
+        """Scores are products of warps, not of a warpgroup: `docs/log/gdn-hopper.md` has where that is faster on an H200."""
         return self.is_normalised and self.parts == 1
 
     @property

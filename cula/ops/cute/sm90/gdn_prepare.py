@@ -286,6 +286,23 @@ def everyone(which: Any) -> NamedBarrier:
 
 
 @cute.jit
+def exponents_of_rows(smem: cutlass.Constexpr, n: I32, strip: I32, lane: I32, variant: cutlass.Constexpr):
+    """G_t of a lane's two rows of sixteen; where keys are normalised here, G_t - log2 |k_t|."""
+    of_row = cute.make_rmem_tensor((2,), F32)
+    for i in cutlass.range_constexpr(2):
+        row = 16 * strip + lane // 4 + 8 * i
+        of_row[i] = sum_of(smem, row, n)
+        if cutlass.const_expr(variant.is_normalised):  # G - log2 |k| of G and G + log2 |k|
+            of_row[i] = 2 * of_row[i] - smem.vectors[SUM + row, n & 7]
+    return of_row
+
+
+def weight_of(of_row: Any, of_column: Any, b: Any) -> Any:
+    """2^(G_t - G_i) b_i, with norms where they are made here: what a score is multiplied by."""
+    return exp2(of_row - of_column) * b
+
+
+@cute.jit
 def make_scores(
     mmas: cutlass.Constexpr,
     smem: cutlass.Constexpr,
@@ -318,12 +335,7 @@ def place_scores(
 ):
     """Our rows of A, decayed and weighed, to where they are inverted: in float32 on the diagonal, below it for tf32."""
     r, c = lane // 4, lane % 4
-    A, of_row = rows_and_columns(scores), cute.make_rmem_tensor((2,), F32)
-    for i in cutlass.range_constexpr(2):
-        row = 16 * wid + r + 8 * i
-        of_row[i] = sum_of(smem, row, n)
-        if cutlass.const_expr(variant.is_normalised):  # G - log2 |k| of G and G + log2 |k|
-            of_row[i] = 2 * of_row[i] - smem.vectors[SUM + row, n & 7]
+    A, of_row = rows_and_columns(scores), exponents_of_rows(smem, n, wid, lane, variant)
     # All factors are read before any store: the compiler does not know that they lie elsewhere, and would have each wait for it.
     for block in cutlass.range_constexpr(4):
         if block <= wid:
@@ -331,7 +343,7 @@ def place_scores(
             sums, b = [read_pairs(smem.vectors, of + 16 * block, n & 7, c, 2) for of in (SUM, STRENGTH)]
             for j in cutlass.range_constexpr(4):
                 for i in cutlass.range_constexpr(2):
-                    A[i, 4 * block + j] = A[i, 4 * block + j] * (exp2(of_row[i] + unbiased - sums[j]) * b[j])
+                    A[i, 4 * block + j] = A[i, 4 * block + j] * weight_of(of_row[i] + unbiased, sums[j], b[j])
     for block in cutlass.range_constexpr(4):
         if block <= wid:
             to = sD[None, None, block] if block == wid else below(sA, wid, block)
@@ -356,13 +368,8 @@ def make_warp_scores(
     variant: cutlass.Constexpr,
 ):
     """Sixteen rows of A of the block's n-th chunk, by a warp, up to the diagonal, in blocks of 16x16."""
-    (stage, _), of_row = stage_of_k(smem, n), cute.make_rmem_tensor((2,), F32)
+    (stage, _), of_row = stage_of_k(smem, n), exponents_of_rows(smem, n, strip, lane, variant)
     tile = smem.k[None, None, stage]
-    for i in cutlass.range_constexpr(2):
-        row = 16 * strip + lane // 4 + 8 * i
-        of_row[i] = sum_of(smem, row, n)
-        if cutlass.const_expr(variant.is_normalised):  # G - log2 |k| of G and G + log2 |k|
-            of_row[i] = 2 * of_row[i] - smem.vectors[SUM + row, n & 7]
     own_at = lane_address(tile, strip, lane)
     for block in cutlass.range(strip + 1, unroll=1):
         A = products_at(mmas.squares, own_at, lane_address(tile, block, lane), BF16)
@@ -394,7 +401,7 @@ def place_block(
             two = cute.make_rmem_tensor((2, 1), F32)
             for e in cutlass.range_constexpr(2):
                 j = 2 * nb + e
-                x = A[4 * nb + 2 * i + e] * (exp2(of_row[i] + unbiased - sums[j]) * b[j])
+                x = A[4 * nb + 2 * i + e] * weight_of(of_row[i] + unbiased, sums[j], b[j])
                 two[e] = x if is_below or 8 * nb + 2 * c + e < r + 8 * i else F32(0.0)
             cute.autovec_copy(two, shared_at(to + 4 * ((r + 8 * i) * PITCH + 8 * nb + 2 * c), F32, 2, 8))
 
