@@ -20,7 +20,7 @@ noted with the end of its output, and the next begins. A step that was good is n
 | self-checks | every kernel that is new against the torch backend; the result is kept, so that calls do not repeat it       |
 | tests       | `pytest -m gpu`, a run for each file of CuTe's tests: one that faults does not take the others along          |
 | fla         | `tools/fla_tests.py` on the clone that `--fla` names                                                         |
-| sanitizers  | memcheck, racecheck and synccheck over the small cases of CuTe's tests, where `compute-sanitizer` is there    |
+| sanitizers  | memcheck, racecheck and synccheck over the calls of the self-checks of every CuTe kernel                      |
 | bench       | `python -m cula.bench run` for every suite, and the scripts of `benchmarks/`, a result file for each         |
 | fuzz        | `python -m cula.fuzz`                                                                                        |
 
@@ -60,6 +60,7 @@ SUITES = (  # what models call first
     "gva", "invariant", "dist",
 )  # fmt: skip
 SCRIPTS = {"train-model": "train_model.py", "fla-layers": "fla_layers.py", "first-call": "first_call.py"}
+OURS = "cutlass"  # in the name of every kernel that CuTe DSL compiles, and of none of torch's
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("torch", "triton", build.DSL, "apache-tvm-ffi", "fla-core", "numpy")
 TAIL = 40  # lines of a step that did not succeed
@@ -120,9 +121,9 @@ def steps(folder: Path, target: str | None, most: float, fla: Path | None = None
     sanitizer = shutil.which("compute-sanitizer")
     no_sanitizer = NO_GPU if not gpu else None if sanitizer else "there is no compute-sanitizer"
     for tool in SANITIZERS:
-        checked = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-        run = [*checked, *pytest, "-k", "test_on_a_gpu", "tests/ops/cute"]
-        yield step("sanitizers", tool, 1800, *run, left_out=no_sanitizer)
+        ours_alone = ["--kernel-name", f"kernel_substring={OURS}"]
+        checked = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *ours_alone]
+        yield step("sanitizers", tool, 1800, *checked, *here, "--do", "calls", left_out=no_sanitizer or no_kernels)
     small = [] if gpu else ["--device", "cpu", "--shapes-limit", "1", "--peers", "none"]
     for suite in SUITES if gpu else SUITES[:1]:
         out, budget = folder / f"{suite}.json", max(1.0, min(480.0, most - 60))
@@ -220,6 +221,17 @@ def check_kernels(target: str, folder: Path) -> int:
     return 1 if any(of["objection"] for of in found.values()) else 0
 
 
+def make_calls(target: str, of: str) -> int:
+    """The calls of the self-check of every kernel whose name begins so; 1 where one is off."""
+    device, capability, is_off = torch.device("cuda"), torch.cuda.get_device_capability(), False
+    for name in kernels_of(target):
+        if name.startswith(of):
+            found = {"error": self_check.worst_error(name, device, capability)}
+            is_off |= self_check.judge(name, found) is not None
+            print(f"{name}: {self_check.judge(name, found) or format(found['error'], '.1e')}", flush=True)
+    return int(is_off)
+
+
 # The report
 
 
@@ -279,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=float, default=3600.0, metavar="SECONDS", help="that a step may take")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="after which no step is begun")
     parser.add_argument("--fla", type=Path, help="a clone of flash-linear-attention, whose tests are run too")
-    parser.add_argument("--do", choices=("compile", "self-checks"), help=argparse.SUPPRESS)  # a step's own process
+    parser.add_argument("--do", choices=("compile", "self-checks", "calls"), help=argparse.SUPPRESS)  # a step's own process
+    parser.add_argument("--kernels", default="", help=argparse.SUPPRESS)  # with which the names of those begin that make calls
     args = parser.parse_args(argv)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     arch = find_arch(capability)
@@ -287,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.do is not None:
         if target is None:
             parser.error(f"--do {args.do}: {NO_GPU}, or none that there are kernels for")
+        if args.do == "calls":
+            return make_calls(target, args.kernels)
         return compile_kernels(target) if args.do == "compile" else check_kernels(target, args.out)
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cula import reference
 from cula.api import cula_decode
 from cula.core.constants import MAX_DECODE_TOKENS
-from cula.fuzz.draw import Draw
+from cula.fuzz.draw import INDEX_DTYPES, STATE_DTYPES, Draw
 from cula.fuzz.family import Shape, fuzz_of
 from cula.fuzz.judge import changed_slots, damage, error_of
 
@@ -31,10 +31,10 @@ class DecodeCall:
 
 def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any]) -> DecodeCall:
     fuzz = fuzz_of(family)
-    N, T = draw.integer(1, 5), draw.one_of((1, 1, 1, 2, 4, draw.integer(1, MAX_DECODE_TOKENS)))
+    N, T = draw.integer(1, 5), draw.switch("T", (1, 1, 1, 2, 4, *range(1, MAX_DECODE_TOKENS + 1)))
     s = replace(variant, B=N, T=T, N=N, lens=None)
     lens = tuple(draw.integer(0, T) for _ in range(N))
-    is_ragged = T > 1 and sum(lens) > 0 and draw.chance(0.3)
+    is_ragged = T > 1 and sum(lens) > 0 and draw.chance_of("is ragged", 0.3)
     lead = (1, sum(lens)) if is_ragged else (N, T)
     unit = 1.0 if switches.get("use_qk_l2norm_in_kernel") else s.K**-0.5
     values = {
@@ -48,16 +48,16 @@ def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any
     call = DecodeCall(family, s, kw, switches, {"state"})
     kw |= switches | {
         "mode": family,
-        "commit": draw.chance(0.8),
-        "null_index": draw.one_of(("negative", "negative", "nonpositive")),
+        "commit": draw.chance_of("commit", 0.8),
+        "null_index": draw.switch("null_index", ("negative", "negative", "nonpositive")),
     }
     if draw.chance(0.3):
         kw["scale"] = 0.3
     if is_ragged:
         offsets = torch.tensor([0, *itertools.accumulate(lens)])
-        kw["cu_seqlens"] = draw.place("cu_seqlens", offsets, draw.one_of((torch.int32, torch.int64)), "plain")
+        kw["cu_seqlens"] = draw.place("cu_seqlens", offsets, draw.switch("cu_seqlens", INDEX_DTYPES), "plain")
     _draw_pool(draw, call)
-    if draw.chance(0.2):
+    if draw.chance_of("out", 0.2):
         kw["out"] = draw.place("out", torch.full((*lead, s.HV, s.V), torch.nan), s.dtype, "any")
         call.written.add("out")
     return call
@@ -66,25 +66,27 @@ def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any
 def _draw_pool(draw: Draw, call: DecodeCall) -> None:
     s, kw = call.shape, call.keywords
     N, T, states = s.N, s.T, (s.HV, s.V, s.K)
-    pool_dtype = draw.one_of((torch.float32, torch.bfloat16, torch.float16))
-    if draw.chance(0.1):  # no indices: slot n is row n's
+    pool_dtype = draw.switch("state", STATE_DTYPES)
+    if draw.chance_of("no indices", 0.1):  # no indices: slot n is row n's
         kw["state"] = draw.place("state", draw.normal(N, *states), pool_dtype, "slots")
         return
-    a_slot_a_token = T > 1 and draw.chance(0.3)
+    a_slot_a_token = T > 1 and draw.chance_of("a slot a token", 0.3)
     P = N * (T if a_slot_a_token else 1) + draw.integer(1, 3)
     slots = draw.permutation(P)[: N * T].view(N, T) if a_slot_a_token else draw.permutation(P)[:N]
     is_padding = draw.uniform(N) < 0.2
     slots = torch.where(is_padding[:, None] if a_slot_a_token else is_padding, -1, slots)
-    if draw.chance(0.3):
+    if draw.chance_of("kept states", 0.3):
         _draw_kept_states(draw, call, pool_dtype)
-    if (a_slot_a_token or "intermediate_states" in kw) and draw.chance(0.5):
+    if (a_slot_a_token or "intermediate_states" in kw) and draw.chance_of("accepted", 0.5):
         accepted = (draw.uniform(N) * (T + 1)).long().clamp(max=T)
-        kw["num_accepted_tokens"] = draw.place("num_accepted_tokens", accepted, draw.one_of((torch.int32, torch.int64)), "plain")
+        kw["num_accepted_tokens"] = draw.place(
+            "num_accepted_tokens", accepted, draw.switch("accepted dtype", INDEX_DTYPES), "plain"
+        )
     values = torch.full((P, *states), torch.nan)
     live = sorted({int(i) for i in slots.flatten() if i >= 0})
     values[live] = draw.normal(len(live), *states)
     kw["state"] = draw.place("state", values, pool_dtype, "slots")
-    kw["state_indices"] = draw.place("state_indices", slots, draw.one_of((torch.int32, torch.int64)), "plain")
+    kw["state_indices"] = draw.place("state_indices", slots, draw.switch("state_indices", INDEX_DTYPES), "plain")
 
 
 def _draw_kept_states(draw: Draw, call: DecodeCall, dtype: torch.dtype) -> None:
@@ -93,9 +95,9 @@ def _draw_kept_states(draw: Draw, call: DecodeCall, dtype: torch.dtype) -> None:
     rows, tokens = s.N + draw.integer(0, 2), s.T + draw.integer(0, 1)
     kw["intermediate_states"] = draw.place("intermediate_states", draw.normal(rows, tokens, s.HV, s.V, s.K), dtype, "plain")
     call.written.add("intermediate_states")
-    if draw.chance(0.5):
+    if draw.chance_of("rows of kept states", 0.5):
         of = torch.where(draw.uniform(s.N) < 0.2, -1, draw.permutation(rows)[: s.N])
-        of_dtype = draw.one_of((torch.int32, torch.int64))
+        of_dtype = draw.switch("dtype of rows", INDEX_DTYPES)
         kw["intermediate_state_indices"] = draw.place("intermediate_state_indices", of, of_dtype, "plain")
 
 

@@ -20,6 +20,8 @@ from cula.core.checks import dtype_name
 
 T = TypeVar("T")
 
+INDEX_DTYPES = (torch.int32, torch.int64)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of pools and checkpoints
 MARGIN = 256  # elements of poison before and behind a tensor; a multiple of 16 bytes in every dtype
 POISON_INTEGER = 1 << 30
 
@@ -50,10 +52,14 @@ class Buffer:
 
 @dataclass
 class Draw:
-    """What a call is drawn from: the same seed draws the same call on the same kind of device."""
+    """What a call is drawn from: the same seed draws the same call on the same kind of device.
+
+    What a kernel is compiled for is drawn by `switch` and `chance_of`: calls of one `kind` agree in it, and differ in the rest.
+    """
 
     seed: str
     device: torch.device
+    kind: str = ""  # the seed where it is left out, and each call is of its own kind
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +77,14 @@ class Draw:
 
     def one_of(self, choices: Sequence[T]) -> T:
         return self.random.choice(choices)
+
+    # what a kernel is compiled for
+
+    def switch(self, name: str, choices: Sequence[T]) -> T:
+        return random.Random(f"{self.kind or self.seed}/{name}").choice(choices)
+
+    def chance_of(self, name: str, probability: float) -> bool:
+        return random.Random(f"{self.kind or self.seed}/{name}").random() < probability
 
     # values, in float32 on the host: all devices get the same
 

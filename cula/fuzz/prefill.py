@@ -13,13 +13,12 @@ from torch import Tensor
 from cula.core.constants import CHUNK
 from cula.core.family import FAMILIES
 from cula.core.reference import sequences
-from cula.fuzz.draw import Draw
+from cula.fuzz.draw import INDEX_DTYPES, STATE_DTYPES, Draw
 from cula.fuzz.family import Shape, fuzz_of
 from cula.fuzz.judge import GRADIENT_FACTOR, changed_slots, damage, error_of, error_of_parts, heads_of
 
 GRADIENT_TOKENS = 70
 BF16_ROUNDING = 4e-3  # of a tensor that is rounded to bf16 once, or to fp16
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of pools and checkpoints
 DECAY_PARAMETERS = ("A_log", "dt_bias", "decay")  # whose gradients are sums over all tokens of a head
 
 
@@ -38,7 +37,7 @@ class Prefill:
 def draw_prefill(draw: Draw, family: str, variant: Shape, switches: dict[str, Any], is_long: bool) -> Prefill:
     """A call of a compiled variant: heads and dims are given, tokens and states are drawn."""
     fuzz = fuzz_of(family)
-    wants_grad = not is_long and draw.chance(0.25)
+    wants_grad = draw.chance_of("gradients", 0.25) and not is_long
     shape = _draw_lengths(draw, variant, GRADIENT_TOKENS if wants_grad else 3000 if is_long else 150)
     s = shape
     unit = 1.0 if switches.get("use_qk_l2norm_in_kernel") else s.K**-0.5  # keys of about unit length, either way
@@ -50,12 +49,12 @@ def draw_prefill(draw: Draw, family: str, variant: Shape, switches: dict[str, An
     keywords: dict[str, Any] = {name: draw.place(name, x, dtype, _layout(x)) for name, (x, dtype) in values.items()}
     call = Prefill(family, shape, keywords, switches, wants_grad)
     keywords |= switches | fuzz.hints(draw, switches)
-    keywords["output_final_state"] = draw.chance(0.7)
+    keywords["output_final_state"] = draw.chance_of("output_final_state", 0.7)
     if draw.chance(0.3):
         keywords["scale"] = 0.3
     if s.lens is not None:
         offsets = torch.tensor([0, *itertools.accumulate(s.lens)])
-        keywords["cu_seqlens"] = draw.place("cu_seqlens", offsets, draw.one_of((torch.int32, torch.int64)), "plain")
+        keywords["cu_seqlens"] = draw.place("cu_seqlens", offsets, draw.switch("cu_seqlens", INDEX_DTYPES), "plain")
     _draw_states(draw, call)
     return call
 
@@ -65,7 +64,7 @@ def _layout(x: Tensor) -> str:
 
 
 def _draw_lengths(draw: Draw, variant: Shape, most: int) -> Shape:
-    if draw.chance(0.5):
+    if draw.chance_of("is packed", 0.5):
         lens = tuple(draw.one_of((0, 1, draw.integer(1, most), draw.integer(1, most))) for _ in range(draw.integer(1, 4)))
         return replace(variant, B=1, T=sum(lens), N=len(lens), lens=lens)
     B, T = draw.one_of((1, 1, 2, 3)), draw.one_of((1, draw.integer(1, most), CHUNK * draw.integer(1, max(1, most // CHUNK))))
@@ -76,16 +75,16 @@ def _draw_states(draw: Draw, call: Prefill) -> None:
     """First and last states: plain tensors, or slots of a pool; checkpoints; `out`."""
     s, kw = call.shape, call.keywords
     states = (s.HV, s.V, s.K)
-    kind = draw.one_of(("none", "plain", "plain") if call.wants_grad else ("none", "plain", "pool", "pool"))
+    kind = draw.switch("states", ("none", "plain", "plain") if call.wants_grad else ("none", "plain", "pool", "pool"))
     if kind == "plain":
         kw["initial_state"] = draw.place("initial_state", draw.normal(s.N, *states), torch.float32, "slots")
     elif kind == "pool":
         _draw_pool(draw, call)
     if call.wants_grad:
         return
-    if FAMILIES[call.family].keeps_states and draw.chance(0.15):
+    if FAMILIES[call.family].keeps_states and draw.chance_of("checkpoints", 0.15):
         _draw_checkpoints(draw, call)
-    if draw.chance(0.2):
+    if draw.chance_of("out", 0.2):
         kw["out"] = draw.place("out", torch.full((s.B, s.T, s.HV, s.V), torch.nan), s.dtype, "any")
         call.written.add("out")
 
@@ -94,7 +93,7 @@ def _draw_checkpoints(draw: Draw, call: Prefill) -> None:
     """States behind every so many tokens, or behind one number of them for each sequence."""
     s, kw = call.shape, call.keywords
     lens = s.lens or (s.T,) * s.N
-    if draw.chance(0.5):
+    if draw.chance_of("checkpoint_every", 0.5):
         every = kw["checkpoint_every"] = CHUNK * draw.integer(1, 3)
         rows = sum(length // every for length in lens)
     else:
@@ -102,7 +101,7 @@ def _draw_checkpoints(draw: Draw, call: Prefill) -> None:
         kw["checkpoint_offsets"] = draw.place("checkpoint_offsets", offsets, torch.int32, "plain")
         rows = s.N
     empty = torch.full((rows + draw.integer(0, 2), s.HV, s.V, s.K), torch.nan)
-    kw["checkpoint_states"] = draw.place("checkpoint_states", empty, draw.one_of(STATE_DTYPES), "slots")
+    kw["checkpoint_states"] = draw.place("checkpoint_states", empty, draw.switch("checkpoint_states", STATE_DTYPES), "slots")
     call.written.add("checkpoint_states")
 
 
@@ -115,13 +114,14 @@ def _draw_pool(draw: Draw, call: Prefill) -> None:
     s, kw = call.shape, call.keywords
     P = s.N + draw.integer(1, 3)
     slots = torch.where(draw.uniform(s.N) < 0.2, -1, draw.permutation(P)[: s.N])
-    starts = draw.uniform(s.N) < 0.6 if draw.chance(0.5) else torch.ones(s.N, dtype=torch.bool)
+    starts = draw.uniform(s.N) < 0.6 if draw.chance_of("has_initial_state", 0.5) else torch.ones(s.N, dtype=torch.bool)
     values = torch.full((P, s.HV, s.V, s.K), torch.nan)
-    kw["null_index"] = draw.one_of(("negative", "negative", "nonpositive"))
+    kw["null_index"] = draw.switch("null_index", ("negative", "negative", "nonpositive"))
     live = [int(slot) for slot, is_read in zip(slots, starts) if not _is_null(kw, int(slot)) and is_read]
     values[live] = draw.normal(len(live), s.HV, s.V, s.K)
-    kw["state_pool"] = draw.place("state_pool", values, draw.one_of(STATE_DTYPES), "slots")
-    kw["initial_state_indices"] = draw.place("initial_state_indices", slots, draw.one_of((torch.int32, torch.int64)), "plain")
+    kw["state_pool"] = draw.place("state_pool", values, draw.switch("state_pool", STATE_DTYPES), "slots")
+    dtype = draw.switch("initial_state_indices", INDEX_DTYPES)
+    kw["initial_state_indices"] = draw.place("initial_state_indices", slots, dtype, "plain")
     if not bool(starts.all()):
         kw["has_initial_state"] = draw.place("has_initial_state", starts, None, "plain")
     call.written.add("state_pool")

@@ -26,8 +26,10 @@ from cula.fuzz.family import Shape, fuzz_of, with_fuzz
 from cula.fuzz.judge import tolerance
 from cula.fuzz.prefill import Prefill, draw_prefill, judge_prefill
 
-# With the same dtypes, dims, heads and switches. On a GPU a variant may cost many seconds of compiling, a call few milliseconds.
-CALLS_A_VARIANT = {"cuda": 240}
+# With the same dtypes, dims, heads and switches. On a GPU a kernel may cost seconds of compiling, and a call milliseconds: there
+# the calls of a variant are of few kinds, which agree in the rest that a kernel is compiled for (`Draw.switch`).
+CALLS_A_VARIANT = {"cuda": 480}
+KINDS_A_VARIANT = {"cuda": 4}
 PATIENCE = 60.0  # seconds behind the end, in which processes finish their last call, which may compile
 
 
@@ -48,6 +50,10 @@ class Plan:
     @property
     def calls_a_variant(self) -> int:
         return CALLS_A_VARIANT.get(torch.device(self.device).type, 24)
+
+    def kind(self, case: int) -> str:
+        kinds = KINDS_A_VARIANT.get(torch.device(self.device).type)
+        return f"{self.seed}/variant {case // self.calls_a_variant}/kind {case % kinds}" if kinds else f"{self.seed}/case {case}"
 
     def command(self, case: int) -> str:
         family = f" --family {self.family}" if self.family else ""
@@ -81,14 +87,14 @@ def draw_variant(plan: Plan, index: int) -> tuple[str, Shape, dict[str, Any], bo
 def make_call(plan: Plan, case: int) -> Outcome:
     """Draw call number `case`, make it, and judge it."""
     family, variant, switches, is_decode = draw_variant(plan, case // plan.calls_a_variant)
-    draw = Draw(f"{plan.seed}/case {case}", torch.device(plan.device))
+    draw = Draw(f"{plan.seed}/case {case}", torch.device(plan.device), plan.kind(case))
     kind = f"{family} {'decode' if is_decode else 'prefill'}"
     call: Prefill | DecodeCall
     if is_decode:
         call = draw_decode(draw, family, variant, switches)
         function, names = cula_decode, {}
     else:
-        call = draw_prefill(draw, family, variant, switches, is_long=draw.chance(0.03 if draw.device.type == "cpu" else 0.1))
+        call = draw_prefill(draw, family, variant, switches, is_long=draw.chance(0.03))
         function, names = FAMILIES[family].load_entry(), dict(zip(("q", "k", "v"), fuzz_of(family).arguments))
         kind = f"{family} gradient" if call.wants_grad else kind
     shown = keywords(call.keywords)

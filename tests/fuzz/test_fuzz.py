@@ -36,6 +36,18 @@ def test_the_command_shares_calls_among_processes():
     assert "10 calls, 0 wrong" in ran.stdout
 
 
+def test_calls_of_one_kind_agree_in_what_a_kernel_is_compiled_for(monkeypatch):
+    """On a GPU a variant's calls are of few kinds, so that few kernels are compiled for many calls."""
+    monkeypatch.setitem(fuzz.CALLS_A_VARIANT, "cpu", 40)
+    monkeypatch.setitem(fuzz.KINDS_A_VARIANT, "cpu", 4)
+    plan = fuzz.Plan(seed=5, seconds=600.0, family=None, backend="auto", device="cpu")
+    draws = [Draw(f"case {case}", torch.device("cpu"), plan.kind(case)) for case in range(80)]
+    drawn = [(draw.switch("dtype", range(1000)), draw.chance_of("packed", 0.5)) for draw in draws]
+    assert len(set(drawn[:40])) == 4 and len(set(drawn)) == 8  # two variants, four kinds each
+    assert drawn[0] == drawn[4] != drawn[1]
+    assert len({draw.integer(0, 10**6) for draw in draws}) == 80  # and they differ in the rest
+
+
 def off_by_a_head(problem, x, out=None, *, right=torch_kda.kda_fwd):
     """One head of one token is a little wrong."""
     made = right(problem, x) if out is None else right(problem, x, out)

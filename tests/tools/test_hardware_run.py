@@ -95,6 +95,16 @@ def test_on_a_gpu_everything_is_run_within_its_limit(tmp_path, monkeypatch):
     assert other["self-checks"].left_out == "there are no CuTe kernels for this GPU"
 
 
+def test_the_calls_of_kernels_are_made_in_one_process_for_cudas_checkers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: (9, 0))
+    monkeypatch.setattr(self_check, "worst_error", lambda name, device, sm: 2e-3 if name == "kda_good" else 1.0)
+    monkeypatch.setattr(hardware_run, "kernels_of", lambda target: ["kda_good", "kda_off", "gdn_off"])
+    assert hardware_run.make_calls("sm_90a", "kda") == 1
+    said = capsys.readouterr().out
+    assert "kda_good: 2.0e-03" in said and "kda_off: on this GPU kda_off differs" in said and "gdn" not in said
+    assert hardware_run.make_calls("sm_90a", "kda_good") == 0
+
+
 def test_every_kernel_is_checked_and_the_worst_decides(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: (10, 0))
