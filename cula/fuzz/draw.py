@@ -106,26 +106,26 @@ class Draw:
         dimension alone, to multiples of 16 bytes, as state pools are; "plain" is contiguous.
         """
         dtype = values.dtype if dtype is None else dtype
-        strides = self._strides(values.shape, layout, dtype)
+        strides = self._strides(name, values.shape, layout, dtype)
         extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, strides)) if values.numel() else 0
-        odd = layout == "any" and self.chance(0.05)
+        odd = layout == "any" and self.chance_of(f"odd address of {name}", 0.05)
         memory = _poison(MARGIN + extent + MARGIN + 1, dtype, self.device)
         view = memory.as_strided(values.shape, strides, MARGIN + (1 if odd else 0))
         view.copy_(values.to(dtype))
         self.buffers[name] = Buffer(name, memory, memory.clone(), view)
         return view
 
-    def _strides(self, shape: torch.Size, layout: str, dtype: torch.dtype) -> tuple[int, ...]:
+    def _strides(self, name: str, shape: torch.Size, layout: str, dtype: torch.dtype) -> tuple[int, ...]:
         dims = list(range(len(shape)))
         padding = [0] * len(shape)
         if layout == "any" and len(shape) > 1:
-            if len(shape) > 2 and self.chance(0.15):
+            if len(shape) > 2 and self.chance_of(f"heads first in {name}", 0.15):
                 dims[1], dims[2] = dims[2], dims[1]  # heads in front of tokens
             unit = max(1, 16 // dtype.itemsize)
             for d in range(1, len(shape)):
-                padding[d] = self.one_of((0, 0, 0, unit, 3 * unit, 1))
+                padding[d] = self.switch(f"padding {d} of {name}", (0, 0, 0, unit, 3 * unit, 1))
         elif layout == "slots":
-            padding[1] = self.one_of((0, 0, 1, 5)) * (16 // dtype.itemsize)
+            padding[1] = self.switch(f"padding of {name}", (0, 0, 1, 5)) * (16 // dtype.itemsize)
         strides, step = [0] * len(shape), 1
         for d in reversed(dims):
             strides[d] = step

@@ -28,7 +28,7 @@ from cula.fuzz.prefill import Prefill, draw_prefill, judge_prefill
 
 # With the same dtypes, dims, heads and switches. On a GPU a kernel may cost seconds of compiling, and a call milliseconds: there
 # the calls of a variant are of few kinds, which agree in the rest that a kernel is compiled for (`Draw.switch`).
-CALLS_A_VARIANT = {"cuda": 480}
+CALLS_A_VARIANT = {"cuda": 960}
 KINDS_A_VARIANT = {"cuda": 4}
 PATIENCE = 60.0  # seconds behind the end, in which processes finish their last call, which may compile
 

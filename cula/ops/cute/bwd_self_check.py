@@ -32,7 +32,7 @@ CALLS = (
 )
 LONG = (
     Call((1500, 0, 1, 700, 2300), is_packed=True, H=4, HV=8, per_segment=8, is_slow=False, has_state=True),
-    Call((4096, 4096), is_packed=False, H=8, HV=8, per_segment=16, is_slow=True, has_state=True),
+    Call((2100, 2100), is_packed=False, H=8, HV=8, per_segment=16, is_slow=True, has_state=True),
 )
 OF_LIGHTNING = (
     LightningCall((70, 0, 5, 300), is_packed=True, H=2, HV=2, per_seq=1, num_blocks=3, pool_dtype=None),
@@ -83,11 +83,11 @@ def gdn(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[
 def lightning(name: str, device: torch.device, sm: tuple[int, int]) -> Iterator[tuple[Grads, Grads]]:
     from cula.ops.torch.lightning import lightning_bwd as right
 
-    D = int(name.rpartition("_d")[2])
+    kernel, D = lightning_self_check.kernel_of(name)
     for call in _chosen(OF_LIGHTNING, LONG_OF_LIGHTNING, device):
         p, x = lightning_self_check.make(call, D, device, sm)
         do, dht = gradients_of_outputs(p, device)
-        got = lightning_bwd.run(p, x, make_schedule(p, f"d{D}", call.per_seq, call.num_blocks, BACKWARD), do, dht)
+        got = lightning_bwd.run(p, x, make_schedule(p, kernel, call.per_seq, call.num_blocks, BACKWARD), do, dht)
         yield got._asdict(), dict(zip(got._fields, right(p, x, (), do, dht)))
 
 

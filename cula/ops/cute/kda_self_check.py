@@ -61,6 +61,8 @@ CALLS = (
     Call((740,), is_packed=False, H=1, HV=1, per_segment=3, is_slow=False, has_state=True, is_halfway=True),
     Call((70, 0, 5, 66), is_packed=True, H=1, HV=2, per_segment=1, is_slow=False, has_state=True, is_looked_at=True),
 )
+# Shifts of gates that hardly forget; log decays, which are up to ten times as strong here, likewise.
+SLOW = {"gate": -8.0, "safe": -8.0, "log": -10.3, "softplus": -8.0}
 HALFWAY = {"gate": -4.3, "safe": -4.3, "log": -6.6, "softplus": -2.7}  # shifts of gates that then forget 7 bits a chunk
 
 
@@ -76,7 +78,9 @@ def make(call: Call, flags: Flags, device: torch.device, sm: tuple[int, int]) ->
     if not flags.is_normalised:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     of_gate = () if flags.has_scalar_gate else (D,)
-    g, shift = normal(B, T, call.HV, *of_gate), HALFWAY[flags.gate] if call.is_halfway else -8.0 if call.is_slow else 0.0
+    g, shift = normal(B, T, call.HV, *of_gate), 0.0
+    if call.is_slow or call.is_halfway:
+        shift = (SLOW if call.is_slow else HALFWAY)[flags.gate]
     is_raw, fastest = flags.gate in ("gate", "softplus"), -50.0 if flags.gate == "log" else -5.0
     x = KdaInputs(
         q=q.bfloat16(),

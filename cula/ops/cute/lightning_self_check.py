@@ -52,14 +52,20 @@ def make(call: Call, D: int, device: torch.device, sm: tuple[int, int]) -> tuple
     return dataclasses.replace(problem, sm=sm), x
 
 
+def kernel_of(name: str) -> tuple[str, int]:
+    """What a schedule calls the kernel, as in "d128_half", and its head dim."""
+    kernel = name[name.index("_d") + 1 :]
+    return kernel, int(kernel.removesuffix("_half")[1:])
+
+
 def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
     """The largest relative difference, of outputs and last states of the calls. The first pass over segments is among them."""
     from cula.ops.torch.lightning import lightning_fwd
 
-    worst, D = 0.0, int(name.rpartition("_d")[2])
+    worst, (kernel, D) = 0.0, kernel_of(name)
     for call in CALLS:
         p, x = make(call, D, device, sm)
-        schedule = make_schedule(p, f"d{D}", call.per_seq, call.num_blocks)
+        schedule = make_schedule(p, kernel, call.per_seq, call.num_blocks)
         assert x.initial_state is not None
         o, ht = torch.full_like(x.v, torch.nan), torch.full_like(x.initial_state, torch.nan)
         if call.pool_dtype is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cula.core.dispatch import choose, choose_prefill
-from cula.ops.cute import decode, decode_self_check, kda, kda_self_check
+from cula.ops.cute import decode, decode_self_check, kda, kda_self_check, lightning_self_check
 from cula.ops.cute.arch import Arch
 from cula.ops.cute.backend import BACKENDS
 from cula.ops.cute.sm90.arch import HOPPER as HOPPER_ARCH
@@ -286,3 +286,25 @@ def test_a_lightning_kernel_that_is_off_is_not_used(gpu):
     assert choice.name == "triton"
     sentence = "on this GPU lightning_d128 differs from the torch backend by 3.0e-02 (limit 1e-02)"
     assert dict(choice.passed_over)["cute_sm100"] == sentence
+
+
+def test_a_difference_is_relative_and_never_hides_a_number_that_is_none():
+    of, zeros = torch.tensor([3.0, 4.0]), torch.zeros(2)
+    assert self_check.relative_difference(of, of) == 0.0
+    assert self_check.relative_difference(1.01 * of, of) == pytest.approx(0.01, rel=1e-4)
+    assert self_check.relative_difference(zeros, zeros) == 0.0, "what steep gates leave of a long sequence's transition"
+    for got, want in ((of, zeros), (of / 0, of), (torch.full((2,), torch.nan), of), (of, torch.full((2,), torch.nan))):
+        assert self_check.relative_difference(got, want) == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("lightning_d64", ("d64", 64)),
+        ("lightning_d128_half", ("d128_half", 128)),
+        ("lightning_ends_d128_half", ("d128_half", 128)),
+        ("bwd_lightning_ends_d128", ("d128", 128)),
+    ],
+)
+def test_every_kernel_of_lightning_is_known_by_its_name(name, kernel):
+    assert lightning_self_check.kernel_of(name) == kernel

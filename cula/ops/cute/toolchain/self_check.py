@@ -17,6 +17,7 @@ import argparse
 import functools
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -70,9 +71,9 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want|; infinite where a number is none."""
-    difference = torch.linalg.norm(got.double() - want.double()) / torch.linalg.norm(want.double())
-    return difference.nan_to_num(torch.inf).item()
+    """|got - want| / |want|; infinite where a number is none, or where something came and nothing should have."""
+    difference, size = (torch.linalg.norm(t.double()).item() for t in (got.double() - want.double(), want))
+    return 0.0 if difference == size == 0.0 else difference / size if size > 0.0 and not math.isnan(difference) else math.inf
 
 
 @functools.cache
