@@ -211,6 +211,8 @@ def test_the_committed_files_give_the_committed_pages(tmp_path, monkeypatch, cap
             "cpu_decode": "cpu_decode",
             "cpu_token_loop": "cpu_token_loop",
             "H200-first-call": "first_call",
+            "H200-fla-layers": "fla_layers",
+            "H200-train-model": "train_model",
         },
     )
     for name, script in of_scripts.items():

@@ -22,12 +22,7 @@ HOPPER = Arch(
     ),
     summary="hand-tuned kernels for Hopper, CuTe DSL",
     num_sms=(78, 114, 132),  # H20; H100 PCIe; H100 SXM, H200
-    new=(  # all others have run on an H200
-        "bwd_kda_f16_safe_bf16",  # gradients of log decays with a promised bound
-        "bwd_kda_f16_log_bf16_plain",  # and for keys that come normalised, of which two have run
-        "bwd_kda_f16_log_*_scalar_plain",
-        "bwd_gdn_log_bf16_plain",
-    ),
+    new=(),  # all have run on an H200
     kda=KdaTraits(
         has_fused=True,
         has_chained_schedule=True,
