@@ -35,8 +35,8 @@ format: $(VENV)/installed
 docs: $(VENV)/installed-docs  # the site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(VENV)/installed  # dist/*.whl, with kernels compiled for every architecture: some ten minutes
-	$(BIN)/python tools/wheel.py --python $(PYTHONS)
+wheel: $(VENV)/installed  # dist/*.whl, with kernels compiled for every architecture: some ten minutes. ADDRESS=... is where it is published
+	$(BIN)/python tools/wheel.py --python $(PYTHONS) $(if $(ADDRESS),--address $(ADDRESS))
 
 bench-pages: $(VENV)/installed  # docs/benchmarks and the block of README.md, from the result files
 	$(BIN)/python -m cula.bench report $(sort $(wildcard benchmarks/results/*.json)) --to docs/benchmarks --readme README.md

@@ -31,6 +31,12 @@ from tools import site  # noqa: E402
 NATIVE = Path("cula/core/replay/native.c")
 NATIVE_MODULE = "cula_native"
 SDIST = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
+PROJECT_URLS = {  # under the address
+    "Source": "",
+    "Documentation": "docs/guide/getting-started.md",
+    "Benchmarks": "docs/benchmarks/H200.md",
+    "Changelog": "CHANGELOG.md",
+}
 FACTS_OF_PYTHON = "import sysconfig as s; print(s.get_path('include')); print(s.get_config_var('EXT_SUFFIX'))"
 
 
@@ -43,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="compiled kernels to take; those it lacks are compiled into it")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to compile native.c for")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--address", help="where the repository's files are: links and pictures of the package's page lead there")
+    parser.add_argument(
+        "--address",
+        help="where the repository's files are: links and pictures of the package's page lead there, and its project URLs",
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         kernels = args.kernels or Path(scratch) / "kernels"
@@ -117,9 +126,12 @@ def add_native(tree: Path, python: str) -> None:
 
 
 def describe(tree: Path, address: str | None) -> None:
-    """The package's page is the README, without links that would lead nowhere from there."""
+    """The package's page is the README, without links that would lead nowhere from there. A clone does not know where it is
+    published: who makes the wheel says so."""
     about = next(tree.glob("*.dist-info")) / "METADATA"
     head, _, readme = about.read_text().partition("\n\n")
+    urls = {} if address is None else {name: f"{address.rstrip('/')}/{path}".rstrip("/") for name, path in PROJECT_URLS.items()}
+    head = "\n".join([head, *(f"Project-URL: {name}, {url}" for name, url in urls.items())])
     about.write_text(f"{head}\n\n{site.detach(readme, address)}")
 
 

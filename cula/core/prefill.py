@@ -121,19 +121,17 @@ def prefill(
     static_args = None
     if not (extra or is_explaining.get()):
         static_args = (options, checkpoint_every, device, backend)
-        done = family.replay.run(tensors, static_args)
-        if done is None:  # its record does not fit, and stays as it is
-            static_args = None
-        elif done is not NotImplemented:
-            return done
-        if (
-            needs_grad(x)
-            and x.q.is_cuda
-            and not checks.has_no_data(x.q)
-            and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None
-        ):
-            problem, choice = found
-            return operator.Attention.apply(problem, choice, type(x), *x)
+        if needs_grad(x):  # such calls have no records, but inside of their node
+            is_on_gpu = getattr(x.q, "is_cuda", False) and not checks.has_no_data(x.q)
+            if is_on_gpu and (found := family.chosen.find(tensors, (static_args, _grads(x)))) is not None:
+                problem, choice = found
+                return operator.Attention.apply(problem, choice, type(x), *x)
+        else:
+            done = family.replay.run(tensors, static_args)
+            if done is None:  # its record does not fit, and stays as it is
+                static_args = None
+            elif done is not NotImplemented:
+                return done
     if torch.compiler.is_compiling() or (checks.has_no_data(x.q) and not is_explaining.get()):
         # torch.export, by another way than dynamo; shapes without data
         return operator.call_prefill(family, x, options, serving, checkpoint_every, device, backend, extra, who)

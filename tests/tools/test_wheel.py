@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make wheel`: what is in the file, and that an install takes kernels from it."""
 
+import email
 import json
 import shutil
 import subprocess
@@ -121,3 +122,21 @@ def test_a_wheel_serves_far_from_the_sources_without_a_compiler_or_a_home(tmp_pa
     (made,) = tmp_path.glob("*.whl")
     assert try_wheel.main([str(made)]) == 0, capfd.readouterr().out
     assert "1 kernels of sm_90a are loaded; native.c is the wheel's" in capfd.readouterr().out
+
+
+def test_the_package_says_where_it_is_published_if_that_is_known(tmp_path):
+    about = tmp_path / "cula.dist-info" / "METADATA"
+    about.parent.mkdir()
+    page = "Metadata-Version: 2.4\nName: cula\n\n![p](docs/p.png) [a](docs/a.md)\n"
+    about.write_text(page)
+    wheel.describe(tmp_path, "https://files.example/cula/")
+    described = email.message_from_string(about.read_text())
+    assert "Source, https://files.example/cula" in described.get_all("Project-URL")
+    assert "Changelog, https://files.example/cula/CHANGELOG.md" in described.get_all("Project-URL")
+    assert "![p](https://files.example/cula/docs/p.png)" in described.get_payload()
+    for path in filter(None, wheel.PROJECT_URLS.values()):
+        assert (wheel.ROOT / path).is_file()
+    about.write_text(page)
+    wheel.describe(tmp_path, None)
+    described = email.message_from_string(about.read_text())
+    assert described.get_all("Project-URL") is None and "docs/" not in described.get_payload()

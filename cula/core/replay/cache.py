@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cula import settings
+from cula.core.problem import needs_grad
 from cula.core.replay import record
 from cula.core.replay.record import LaunchRecord, Replayer, Tensors
 from cula.core.replay.torch_internals import is_forward_mode
@@ -49,6 +50,8 @@ class ReplayCache:
         done = self._first(self._latest, tensors, static_args)
         if done is not NotImplemented or torch.compiler.is_compiling():  # torch.export's tensors, whose sizes may be no numbers
             return done
+        if needs_grad(tensors):
+            return NotImplemented
         for replay in self._of_any_size.get(static_args, ()):
             done = replay(tensors)
             if done is not NotImplemented:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cula.core.problem import needs_grad
 from cula.core.replay.torch_internals import Form, current_device, current_stream, empty
 from cula.core.slow import warn_if_slow
 
@@ -196,12 +197,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
 def signature(tensors: Tensors) -> tuple[Any, ...] | None:
     """What tensors have in common with those of a call like theirs; None if there is a gradient to make, or no tensor with memory
     of its own where one belongs."""
-    try:
-        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
-            return None
-    except (AttributeError, TypeError):
-        return None
-    return forms(tensors)
+    return None if needs_grad(tensors) else forms(tensors)
 
 
 def forms(tensors: Tensors) -> tuple[Any, ...] | None:
