@@ -35,7 +35,8 @@ def paint(key, rows):
 
 def test_every_committed_picture_is_one_that_is_drawn(rows):
     there = {path.name for path in (ROOT / "docs" / "benchmarks").glob("H200-*.*")}
-    assert there == {f"H200-{picture.key}.png" for picture in plots.PICTURES if paint(picture.key, rows) is not None}
+    drawn = {f"H200-{picture.key}.png" for picture in plots.PICTURES if paint(picture.key, rows) is not None}
+    assert there == drawn | {"H200-train-model.png"}  # which benchmarks/train_model.py draws
 
 
 @pytest.mark.parametrize("key", ["kda-prefill", "kda-train", "lightning", "decode"])
