@@ -28,6 +28,7 @@ def test_a_folder_has_libraries_and_a_manifest(tmp_path, capsys):
     assert manifest["kernels"]["product_nt"]["kernels"][0]["threads"] == 128
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 def test_a_wrong_name_is_said_and_leaves_no_manifest(tmp_path, capsys):
     (tmp_path / "sm_90a").mkdir()

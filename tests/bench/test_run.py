@@ -50,6 +50,7 @@ def test_every_suite_writes_a_valid_file(run, tmp_path):
     assert "host_loop_ms" not in by_suite["decode"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cula.dist") is None, reason="cula.dist is not part of this build")
 def test_dist_over_two_processes(run):
     result = run(["dist"])
@@ -189,6 +190,7 @@ def test_warming_visits_every_unit():
     assert warm.warm(warm.units(cases, [], "auto", "cpu"), 1, seconds=0) == 0
 
 
+@pytest.mark.slow
 def test_compiling_only_takes_every_variant_once_and_runs_none(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.bench.tuned_kernel"]

@@ -543,5 +543,5 @@ def test_cula_check_reads_no_padding(kind, monkeypatch):
 def test_a_list_among_tensors_that_want_gradients_is_named():
     """The call goes past everything that is remembered of calls, to the check that speaks of it."""
     k, v = (torch.zeros(1, 4, 2, 8, requires_grad=True) for _ in range(2))
-    with pytest.raises(TypeError, match="cula_gdn: q is list; expected a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"cula_gdn: q is list; expected a torch\.Tensor"):
         cula.cula_gdn([[1.0]], k, v, torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))

@@ -148,6 +148,7 @@ def test_explain_takes_the_arguments_of_the_call():
         cula.explain("softmax", q)
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_backends():
     output = subprocess.run([sys.executable, "-m", "cula"], capture_output=True, text=True, check=True).stdout
     assert f"cuLA {cula.__version__}" in output

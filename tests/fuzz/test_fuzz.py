@@ -143,6 +143,7 @@ def test_poison_is_around_every_tensor():
     assert not buffer.outside_is_untouched()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_wrong():
     plan = fuzz.Plan(seed=0, seconds=60.0, family=None, backend="auto", device="vulkan")  # of which torch has no random numbers
     (outcome,) = fuzz.together([plan])

@@ -251,7 +251,7 @@ def test_through_kernels(name, mode):
     assert all(relative_error(gradients[n], want_gradients[n]) < 1e-4 for n in gradients)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("kimi-linear", marks=pytest.mark.slow)])
 def test_compiled_whole(name):
     """`torch.compile(fullgraph=True)`: prefill, a step of generation, training; cuLA's operators are in the graph."""
     config = copy.deepcopy(model(name).config)

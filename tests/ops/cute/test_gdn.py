@@ -24,6 +24,7 @@ from cula.ops.cute.toolchain import loader, self_check
 from cula.reference import relative_error
 from tests.support.cute import skip_without_dsl
 from tests.support.replay import instead_of_launches, replay
+from tests.support.slow import slow_but
 from tools import ptx
 from tools.ptx.mutate import without, without_wait
 
@@ -210,7 +211,7 @@ def test_a_pool_is_updated_in_place_and_nothing_else_is_touched(interpreted, mon
 WAITS = (1, 3, 6, 9, 12, 17)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[10]], ids=str)
+@pytest.mark.parametrize("case", slow_but([CASES[0], CASES[3], CASES[10]], [CASES[0], CASES[3]]), ids=str)
 def test_no_races_in_any_order(interpreted, case):
     interpreted("early", races=True)
     check(case)
@@ -268,7 +269,8 @@ def test_the_comparison_at_first_use_finds_kernels_right(interpreted, name):
     assert self_check.worst_error(name, torch.device("cpu"), HOPPER_SM) < self_check.LIMIT / 2
 
 
-@pytest.mark.parametrize("name", ["gdn_norm_half", pytest.param("gdn_plain_half", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gdn_norm_half", "gdn_plain_half"])
 def test_the_comparison_at_first_use_meets_chained_pieces(interpreted, monkeypatch, name):
     monkeypatch.setattr(gdn_self_check, "CALLS", ())
     interpreted(edit=without(r"wgmma\.mma_async\S*\.f32\.f16\.f16[^;]*;", 0))  # of S M, the only product in fp16

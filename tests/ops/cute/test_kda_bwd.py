@@ -186,7 +186,9 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):
     assert is_right(*ALIKE)
 
 
-@pytest.mark.parametrize(("case", "size"), [PACKED, WITH_TAILS, pytest.param(*PLAIN, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "size"), [PACKED, *(pytest.param(*case, marks=pytest.mark.slow) for case in (WITH_TAILS, PLAIN))], ids=str
+)
 def test_there_are_no_races(interpreted, case, size):
     interpreted("late", races=True)
     assert is_right(case, size)

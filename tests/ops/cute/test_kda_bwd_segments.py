@@ -157,7 +157,8 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("case", [WHOLE[0], *(pytest.param(c, marks=pytest.mark.slow) for c in WHOLE[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_of_whole_sequences(interpreted, case):  # noqa: F811
     assert are_whole_right(*case)
 

@@ -159,6 +159,7 @@ def test_a_chain_begins_where_all_before_is_forgotten(waits, has_h0):
     assert got.tolist() == [begin_of(chain, has_h0) for chain in CHAINS]
 
 
+@pytest.mark.slow
 @of_each
 def test_norms_are_those_of_transitions(interpreted, monkeypatch, sm):
     """With M, and only with it, as the word of a segment says; helpers make some of them."""
@@ -199,8 +200,9 @@ def who_knows(kind: str, sm=HOPPER_SM, is_normalised: bool = True) -> tuple[list
     return knows, who_should_know(x, L)
 
 
+@pytest.mark.slow
 @of_each
-@pytest.mark.parametrize("kind", slow_but(SPEEDS, ["two segments forget"]))
+@pytest.mark.parametrize("kind", SPEEDS)
 def test_chains_reach_back_as_far_as_norms_say(interpreted, kind, sm):
     """For each head as far as its own say."""
     knows, should = who_knows(kind, sm)

@@ -27,7 +27,7 @@ from tools import ptx
 from tools.ptx.mutate import IS_OVER, MBARRIER_WAIT, replace
 
 interpreted = test_kda.interpreted
-of_each = pytest.mark.parametrize("sm", [HOPPER_SM, BLACKWELL_SM], ids=["sm90", "sm100"])
+of_each = pytest.mark.parametrize("sm", [HOPPER_SM, pytest.param(BLACKWELL_SM, marks=pytest.mark.slow)], ids=["sm90", "sm100"])
 
 
 @of_each
@@ -39,6 +39,7 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
         check(ANEW, "cpu", sm)
 
 
+@pytest.mark.slow
 @in_each_order
 def test_order_of_asynchronous_work_does_not_matter_to_the_fused_kernel(interpreted, order):
     interpreted(order)
@@ -223,6 +224,7 @@ def error_on_hopper(name: str) -> float:
     return self_check.worst_error(name, torch.device("cpu"), HOPPER_SM)
 
 
+@pytest.mark.slow
 @of_either
 def test_the_comparison_on_hopper_tells_right_from_wrong(interpreted, monkeypatch, name):
     """Also of a kernel that serves calls that are not its own, or leaves its own alone."""

@@ -178,7 +178,7 @@ def schedules():
     """Every kernel with every case; of the kernels beside the first those that take other ways are enough for a quick run."""
     for kernel in ("d128", "d128_half", "d64"):
         for name in CASES:
-            is_quick = kernel == "d128" or name in ("packed", "packed, split")
+            is_quick = kernel == "d128" or name == "packed"
             yield pytest.param(kernel, name, marks=[] if is_quick else [pytest.mark.slow])
 
 

@@ -79,6 +79,7 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     assert is_scale(loader.load("scale", ARCH, MODULES))
 
 
+@pytest.mark.slow
 @needs_dsl
 def test_an_unknown_kernel_is_an_error_that_lists_the_known(tmp_path):
     with pytest.raises(build.CompileError, match=r"no variant scales in tests.support.kernels.hopper; there are scale, "):

@@ -16,6 +16,7 @@ from tests.ops.cute.test_kda_dispatch import HOPPER
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_what_it_serves_is_known_without_triton():
     code = "import sys; sys.modules['triton'] = None; from cula.ops.triton import backend; print(backend.MAX_K)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)

@@ -42,7 +42,12 @@ def in_segments(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "call", [KdaCall(T=150, HV=1, K=60, V=44), KdaCall(lens=(0, 66, 3, 130), HV=1, K=20, V=100, gate="bounded")], ids=str
+    "call",
+    [
+        KdaCall(T=150, HV=1, K=60, V=44),
+        pytest.param(KdaCall(lens=(0, 66, 3, 130), HV=1, K=20, V=100, gate="bounded"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_segments(in_segments, device, call):
     tensors = call.tensors(device)

@@ -228,7 +228,7 @@ def test_waits_are_all_counted(use):
     assert count_waits(text, WAITS) == {what: count for what, (count, _) in WAITS.items()}
 
 
-@pytest.mark.parametrize(("what", "place"), removals(WAITS, quick={(MBARRIER_WAIT, 6)}))
+@pytest.mark.parametrize(("what", "place"), removals(WAITS, quick=()))
 def test_every_wait_is_needed(use, what, place):
     assert not is_right(use, without_the_wait(what, place), ptx.ORDERS)
 

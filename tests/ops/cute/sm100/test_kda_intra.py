@@ -100,7 +100,7 @@ COMMIT, TENSOR_LOAD, TENSOR_STORE = (
 # simulator those squares show it too.
 DOUBLED = 3
 REMOVALS = {
-    "wait": Removal(MBARRIER_WAIT, IS_OVER, (RACE, RACE, PRODUCTS, LATE, LATE, LATE, LATE), (2, 4, 5)),
+    "wait": Removal(MBARRIER_WAIT, IS_OVER, (RACE, RACE, PRODUCTS, LATE, LATE, LATE, LATE), (4,)),
     "wait for loads from tensor memory": Removal(TENSOR_LOAD, "", (LATE, LATE, LATE), (1,)),
     "wait for stores to tensor memory": Removal(TENSOR_STORE, "", (LATE,), (0,)),
     "commit": Removal(COMMIT, "", (LATE, LATE, LATE), (1,)),
@@ -153,7 +153,7 @@ WRONG = {
         r"(add\.s64 \t%rd\d+, %rd\d+), 4611756662049538050;", r"\1, 4611756662049538052;", 2
     ),
 }
-QUICK = ("scores of bf16", "queries in the place of keys", "sizes a column on")
+QUICK = ("queries in the place of keys",)
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[] if what in QUICK else [pytest.mark.slow]) for what in WRONG])
