@@ -177,11 +177,14 @@ def _refuse_extra(who: str, extra: dict[str, Any] | None, family: str, is_decode
         raise TypeError(f"{who}: unknown keyword argument {name!r}{meant} (backend options are not taken under torch.compile)")
 
 
-@torch.compiler.assume_constant_result
 def _meant(name: str, family: str, is_decode: bool) -> str:
     """What a misspelt keyword meant. Called as it is, with plain values, where TorchDynamo traces: it reads signatures."""
     of = FAMILIES[family]
     return checks.meant_by(name, of.decode.keywords() if is_decode and of.decode is not None else of.keywords())
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler with cula: a second.
+_meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Under torch.compile: the operators

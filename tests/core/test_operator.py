@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 import cula
-from cula.core import decode
+from cula.core import decode, operator
 from cula.core.problem import DecodeOptions
 from cula.kda.family import FAMILY as KDA
 from cula.kda.problem import KdaDecodeInputs
@@ -199,6 +199,14 @@ def test_compile_runs_the_checks_of_decode():
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             compiled(given | change)
+
+
+def test_a_function_is_marked_as_torch_marks_those_it_calls_while_tracing():
+    def other():
+        pass
+
+    torch.compiler.assume_constant_result(other)
+    assert vars(operator._meant) == vars(other)
 
 
 def test_a_misspelt_keyword_names_the_right_one_under_the_compiler_too():
