@@ -38,6 +38,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+def pytest_collection_finish(session):
+    """Thousands of tests and their modules stay: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_a_worker():
     if os.environ.get("PYTEST_XDIST_WORKER"):

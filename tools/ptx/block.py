@@ -128,7 +128,7 @@ class Block:
     def without_partial_warpgroups(self, ready):
         """A wgmma starts when the four warps of a warpgroup have all come to it."""
         places = self.program.wgmma_places
-        if not any(place in places for place, _ in ready):
+        if not places or not any([place in places for place, _ in ready]):
             return ready
         at = {warp: place for place, warp in ready}
         whole = lambda place, warp: all(at.get(w) == place for w in warpgroup(warp))
@@ -234,7 +234,7 @@ class Block:
         unit = getattr(getattr(self, part), method)
         for warp in range(first, end):
             lanes = ALL if active is None else active[32 * (warp - first) : 32 * (warp - first + 1)]
-            if lanes.any():
+            if active is None or lanes.any():
                 wait = unit(i, warp, lanes)
                 if wait is not None:
                     self.waits[warp] = (wait, i.text)

@@ -139,8 +139,8 @@ class ClusterBarrier:
 
     def is_complete(self, count):
         """Whether every warp has arrived so often, or has ended."""
-        return all(
-            arrived >= count or place == DONE
-            for block, arrivals in zip(self.blocks, self.arrivals)
-            for arrived, place in zip(arrivals, block.place)
-        )
+        for block, arrivals in zip(self.blocks, self.arrivals):
+            for arrived, place in zip(arrivals, block.place):
+                if arrived < count and place != DONE:
+                    return False
+        return True

@@ -21,6 +21,7 @@ from tools.ptx.values import (
     f32_to_bf16,
     halves,
     narrow,
+    round_to_bf16,
     to_tf32,
     widen,
 )
@@ -112,7 +113,10 @@ def packed(operation, form, out, *operands):
 
 def pack(high, low, out, form):
     """Two float32 to two 16-bit numbers in one register."""
-    np.copyto(out, narrow(low, form).astype(U32) | (narrow(high, form).astype(U32) << U32(16)))
+    if form == "bf16":
+        np.bitwise_or(round_to_bf16(low) >> U32(16), round_to_bf16(high) & U32(0xFFFF0000), out)
+    else:
+        np.copyto(out, narrow(low, form).astype(U32) | (narrow(high, form).astype(U32) << U32(16)))
 
 
 def round_tf32(x, out):
@@ -242,62 +246,70 @@ def reduce_warp(v, m, mode, x, out):
     out[...] = np.repeat(f[mode].reduce(x, axis=1).astype(out.dtype), 32)
 
 
-# Where a lane's pair of 16-bit elements is in an 8 x 8 matrix.
-PAIR_ROW, PAIR_COLUMN = LANES // 4, 2 * (LANES % 4)
-
-
-def matrix_rows(v, m, place, address, offset, j):
-    """The eight 16-byte rows of matrix j, whose addresses lanes 8 j to 8 j + 7 hold."""
-    r = address.astype(S64).reshape(-1, 32)[:, 8 * j : 8 * j + 8] + offset - SMEM_BASE
+def matrix_rows(v, m, place, address, offset, count):
+    """Of each matrix the eight 16-byte rows, of each warp: lanes 8 j to 8 j + 7 hold the addresses of matrix j."""
+    r = address.astype(S64).reshape(-1, 32)[:, : 8 * count] + (offset - SMEM_BASE)
     if (r & 15).any() or r.min() < 0 or r.max() + 16 > v.block.smem_bytes:
         raise SimulationError("an address of ldmatrix or stmatrix is misaligned or outside shared memory")
+    rows = (r >> 4).reshape(-1, count, 8).transpose(1, 0, 2)
     if v.block.races is not None:
-        v.block.races.access_rows(v, m, place, r >> 4, j)
-    return r >> 4
+        for j, of_matrix in enumerate(rows):
+            v.block.races.access_rows(v, m, place, of_matrix, j)
+    return rows
 
 
 def ldmatrix(v, m, place, address, offset, is_transposed, rows):
-    for j, row in enumerate(rows):
-        matrix = v.block.smem_rows[matrix_rows(v, m, place, address, offset, j)]
+    """Lane t gets the pair of elements 2 (t % 4) and the next of row t // 4: pairs lie in the order of lanes."""
+    for at, row in zip(matrix_rows(v, m, place, address, offset, len(rows)), rows):
+        matrix = v.block.smem_rows[at]
         if is_transposed:
-            matrix = matrix.transpose(0, 2, 1)
-        low, high = matrix[:, PAIR_ROW, PAIR_COLUMN].astype(U32), matrix[:, PAIR_ROW, PAIR_COLUMN + 1].astype(U32)
-        row[...] = (low | high << U32(16)).reshape(-1)
+            matrix = np.ascontiguousarray(matrix.transpose(0, 2, 1))
+        row[...] = matrix.view(U32).reshape(-1)
 
 
 def stmatrix(v, m, place, address, offset, is_transposed, values):
-    for j, value in enumerate(values):
-        at = matrix_rows(v, m, place, address, offset, j)
-        x = value.reshape(-1, 32)
-        matrix = np.empty((len(at), 8, 8), U16)
-        matrix[:, PAIR_ROW, PAIR_COLUMN] = x & U32(0xFFFF)
-        matrix[:, PAIR_ROW, PAIR_COLUMN + 1] = x >> U32(16)
+    for at, value in zip(matrix_rows(v, m, place, address, offset, len(values)), values):
+        matrix = np.ascontiguousarray(value).view(U16).reshape(-1, 8, 8)
         v.block.smem_rows[at] = matrix.transpose(0, 2, 1) if is_transposed else matrix
 
 
-# mma.sync fragments, [register, lane(, half)]: rows and columns of A [16, k], B [k, 8], C [16, 8].
+# mma.sync fragments, [register, lane(, half)]: rows and columns of A [16, k], B [k, 8], C [16, 8]. A lane has pairs of 16-bit
+# elements of a row of A and C, and of a column of B.
+_ROW, _COLUMN = LANES // 4, 2 * (LANES % 4)
 _I4, _I2 = np.arange(4)[:, None], np.arange(2)[:, None]
-A16_ROW = (PAIR_ROW + 8 * (_I4 % 2))[..., None]
-A16_K = (PAIR_COLUMN + 8 * (_I4 // 2))[..., None] + np.arange(2)
-B16_K, B16_COLUMN = (PAIR_COLUMN + 8 * _I2)[..., None] + np.arange(2), PAIR_ROW[None, :, None]
-A32_ROW, A32_K = PAIR_ROW + 8 * (_I4 % 2), LANES % 4 + 4 * (_I4 // 2)
-B32_K, B32_COLUMN = LANES % 4 + 4 * _I2, PAIR_ROW[None, :]
-C_ROW, C_COLUMN = PAIR_ROW + 8 * (_I4 // 2), PAIR_COLUMN + _I4 % 2
+A16_ROW = (_ROW + 8 * (_I4 % 2))[..., None]
+A16_K = (_COLUMN + 8 * (_I4 // 2))[..., None] + np.arange(2)
+B16_K, B16_COLUMN = (_COLUMN + 8 * _I2)[..., None] + np.arange(2), _ROW[None, :, None]
+A32_ROW, A32_K = _ROW + 8 * (_I4 % 2), LANES % 4 + 4 * (_I4 // 2)
+B32_K, B32_COLUMN = LANES % 4 + 4 * _I2, _ROW[None, :]
+C_ROW, C_COLUMN = _ROW + 8 * (_I4 // 2), _COLUMN + _I4 % 2
+OF_C = (8 * C_ROW + C_COLUMN).ravel()  # where the elements of registers are in C
+
+
+def _in_registers(row, column, columns):
+    """The other way round: where the elements of a matrix are among those of registers, element by element."""
+    at = np.broadcast_arrays(row * columns + column)[0].ravel()
+    return np.argsort(at)
+
+
+# (of A, of B), by type and number of registers of A
+FRAGMENTS = {
+    ("tf32", 4): (_in_registers(A32_ROW, A32_K, 8), _in_registers(B32_K, B32_COLUMN, 8)),
+    ("16", 4): (_in_registers(A16_ROW, A16_K, 16), _in_registers(B16_K, B16_COLUMN, 8)),
+    ("16", 2): (_in_registers(A16_ROW[:2], A16_K[:2], 8), _in_registers(B16_K[:1], B16_COLUMN[:1], 8)),
+}
 
 
 def mma(v, m, form, k, d, a, b, c):
     """mma.sync.m16n8k{8,16}: fp32 sums; registers by number."""
     words, lanes, warps = v.block.registers["U"], slice(v.start, v.stop), v.threads // 32
     take = lambda rows: words[rows, lanes].reshape(len(rows), warps, 32).transpose(1, 0, 2)
-    A, B = np.empty((warps, 16, k), F32), np.empty((warps, k, 8), F32)
-    if form == "tf32":  # k8: four registers of A, two of B
-        A[:, A32_ROW, A32_K] = to_tf32(take(a))
-        B[:, B32_K, B32_COLUMN] = to_tf32(take(b))
-    else:  # k16, or k8 with half as many
-        A[:, A16_ROW[: len(a)], A16_K[: len(a)]] = halves(take(a), form)
-        B[:, B16_K[: len(b)], B16_COLUMN] = halves(take(b), form)
+    values = to_tf32 if form == "tf32" else lambda x: halves(x, form)
+    of_a, of_b = FRAGMENTS["tf32" if form == "tf32" else "16", len(a)]
+    A = values(take(a)).reshape(warps, -1)[:, of_a].reshape(warps, 16, k)
+    B = values(take(b)).reshape(warps, -1)[:, of_b].reshape(warps, k, 8)
     D = A.astype(F64) @ B.astype(F64)
-    out = D[:, C_ROW, C_COLUMN] + np.ascontiguousarray(take(c)).view(F32)
+    out = D.reshape(warps, 128)[:, OF_C].reshape(warps, 4, 32) + np.ascontiguousarray(take(c)).view(F32)
     words[d, lanes] = out.astype(F32).view(U32).transpose(1, 0, 2).reshape(4, v.threads)
 
 

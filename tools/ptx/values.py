@@ -34,10 +34,18 @@ def bf16_to_f32(bits):
 
 def f32_to_bf16(x):
     """Rounded to nearest, ties to even."""
+    return (round_to_bf16(x) >> U32(16)).astype(U16)
+
+
+def round_to_bf16(x):
+    """The same in the upper half of 32 bits; the lower one is anything."""
     x = np.ascontiguousarray(x, dtype=F32)
     bits = x.view(U32)
-    rounded = ((bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))) >> U32(16)).astype(U16)
-    return np.where(np.isnan(x), U16(0x7FC0), rounded)
+    rounded = bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))
+    is_nan = x != x
+    if is_nan.any():
+        rounded[is_nan] = 0x7FC00000
+    return rounded
 
 
 def f16_to_f32(bits):
