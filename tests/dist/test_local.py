@@ -275,6 +275,7 @@ def test_compiled_code_breaks_the_graph_around_a_call(call):
     assert relative_error(torch.compile(layer, backend="eager")(*tokens), layer(*tokens)) < 1e-6
 
 
+@pytest.mark.slow
 def test_import_initialises_nothing():
     code = "import cula.dist, torch.distributed as d; assert not d.is_initialized(); print('ok')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,6 +29,7 @@ def test_a_few_hundred_calls_are_right(capsys):
         assert f"lightning {kind}" in said
 
 
+@pytest.mark.slow
 def test_the_command_shares_calls_among_processes():
     command = [sys.executable, "-m", "cula.fuzz", "--jobs", "2", "--calls", "5", "--device", "cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

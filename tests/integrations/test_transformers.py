@@ -314,6 +314,7 @@ assert 0 < error < 1e-5, error
 """
 
 
+@pytest.mark.slow
 def test_without_fla_and_kernels_before_anything_is_imported():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_FLA], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,7 @@ def test_kernels_compile_and_fit(arch, modules, part):
     assert not wrong
 
 
+@pytest.mark.slow
 @needs_dsl
 def test_those_of_many_that_are_simulated_fit():
     wrong = {facts.name: found for facts in compile_all("sm_90a", names=HOPPER_KDA_BWD) if (found := complaints(facts))}

@@ -407,7 +407,7 @@ def parameters(cases: list[Case], sm: tuple[int, int]) -> list:
     """Those that take another kernel than the few that the quick tests compile are slow. On Blackwell these are fewer: gates are
     the business of steps that are Hopper's, too. Long sequences are slow there as well."""
     quick, longest, name = (
-        ((*HOPPER_KDA, *HOPPER_FUSED_KDA), math.inf, "sm90") if sm == HOPPER_SM else (BLACKWELL_KDA, 200, "sm100")
+        ((*HOPPER_KDA, *HOPPER_FUSED_KDA), math.inf, "sm90") if sm == HOPPER_SM else (BLACKWELL_KDA, 100, "sm100")
     )
     slow = lambda case: [] if case.kernel in quick and sum(case.lengths) <= longest else [pytest.mark.slow]
     return [pytest.param(case, sm, id=f"{case}-{name}", marks=slow(case)) for case in cases]

@@ -169,6 +169,7 @@ def test_interpreted(interpreted, case, size):
     assert is_right(case, size)
 
 
+@pytest.mark.slow
 def test_what_a_call_does_not_have(interpreted):
     p, x = make(Case((70,), has_state=False), "cpu")
     assert are_right(p, x._replace(A_log=None, dt_bias=None), gradients_of_outputs(p, 1.0, "cpu")[0], None)
@@ -375,6 +376,7 @@ def test_whom_the_backward_serves(monkeypatch, change, reason):
         assert reason in dict(choice.passed_over)["cute_sm90"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "name"),
     [

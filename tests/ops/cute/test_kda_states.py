@@ -253,6 +253,7 @@ def test_order_of_asynchronous_work_does_not_matter(interpreted, order):  # noqa
     check_served(SERVED[3], "cpu")
 
 
+@pytest.mark.slow
 def test_there_are_no_races(interpreted):  # noqa: F811
     interpreted("late", races=True)
     check_served(SERVED[5], "cpu")

@@ -30,6 +30,7 @@ interpreted = test_kda.interpreted
 of_each = pytest.mark.parametrize("sm", [HOPPER_SM, pytest.param(BLACKWELL_SM, marks=pytest.mark.slow)], ids=["sm90", "sm100"])
 
 
+@pytest.mark.slow
 @of_each
 @in_each_order
 def test_order_of_asynchronous_work_does_not_matter(interpreted, order, sm):
@@ -200,7 +201,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", slow_but(BROKEN, ["no wait for o", "a window one column on"]))
+@pytest.mark.parametrize("what", slow_but(BROKEN, ["no wait for o"]))
 def test_broken_blackwell_kernels_are_noticed(interpreted, what):
     interpreted("late", BROKEN[what])
     assert not is_right(BLACKWELL_SM, per_segment=100)

@@ -27,7 +27,7 @@ MAX_SPILL = {"16 bit, up to 128": 2000, "other": 24000}
     [
         pytest.param(arch, which, part, marks=[] if (arch, which, part) == QUICK else [pytest.mark.slow])
         for arch, which in ((90, "first"), (90, "others"), *((a, "first") for a in OTHERS))
-        for part in (0, 1)
+        for part in range(4)
     ],
 )
 def test_kernels_compile_and_fit(arch, which, part):
@@ -36,7 +36,7 @@ def test_kernels_compile_and_fit(arch, which, part):
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=800)
     assert run.returncode == 0, run.stderr[-3000:]
     reports = json.loads(run.stdout)
-    assert len(reports) > 20
+    assert len(reports) > 10
     for r in reports:
         assert r["fits"], f"too much shared memory: {r}"
         assert not r["faults"], f"ptxas went wrong: {r}"

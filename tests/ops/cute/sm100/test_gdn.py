@@ -73,6 +73,7 @@ def check(case: Case, device="cpu") -> None:
 # What is compiled
 
 
+@pytest.mark.slow
 @needs_dsl
 def test_kernels_compile_and_fit():
     """No spills, shared and tensor memory, the instructions that they declare."""

@@ -26,6 +26,7 @@ def intra():
     return re.split(r"(?=\.entry\b)", ptx.compiled(NAME, "sm_100a").ptx)[1]
 
 
+@pytest.mark.slow
 def test_two_blocks_share_an_sm(intra):
     """Its registers, its shared memory, of which a block costs 1 KB more than it asks for, and its tensor memory."""
     (facts,) = ptx.compile_all("sm_100a", names=[NAME])

@@ -76,6 +76,7 @@ def of(D: int, **call) -> LightningCall:
 # What is compiled
 
 
+@pytest.mark.slow
 @needs_dsl
 def test_kernels_compile_and_fit():
     """No spills, shared and tensor memory, the instructions that they declare."""
