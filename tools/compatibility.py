@@ -47,11 +47,11 @@ arch, kept = int(sys.argv[1]), ("call", "name", "registers", "spill_bytes", "sha
 families = {"KDA": c.KDA, "LIGHTNING": c.LIGHTNING, "DECODE": c.DECODE}
 found, failed = {}, []
 for family, calls in families.items():
-    for name in [name for name in calls if name in c.FEWER and "256" not in name and "60" not in name]:
+    for name in [name for name in calls if name in c.FIRST and "256" not in name and "60" not in name]:
         for other in families:
             setattr(c, other, {name: calls[name]} if other == family else {})
         try:
-            for r in (*c.compile_all(arch, 0), *c.compile_all(arch, 1)):
+            for r in (*c.compile_all(arch, "first", 0), *c.compile_all(arch, "first", 1)):
                 found[r["call"], r["name"], r["registers"]] = {k: r[k] for k in kept} | {"faults": len(r["faults"])}
         except Exception as error:  # what a release does not compile is its outcome
             failed.append(f"{family} {name} ({type(error).__name__}: {str(error).strip().splitlines()[-1]})")

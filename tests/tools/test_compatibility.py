@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/compatibility.py`: its words and its page. What it tries takes gigabytes and minutes, and runs by hand."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from cula.core.versions import SUPPORTED
@@ -17,6 +22,19 @@ def test_kernels_in_words():
     said = compatibility.in_words([KERNEL | {"fits": False, "faults": 2}], ["KDA fp32 (RuntimeError: no)"])
     assert "do not fit: kda_fwd; 2 misplaced descriptors; **do not compile**: KDA fp32 (RuntimeError: no)" in said
     assert compatibility.in_words([], ["a", "b"]) == "none compiles: a; b"
+
+
+@pytest.mark.slow
+def test_what_is_run_with_each_triton_runs_with_this_one(tmp_path):
+    pytest.importorskip("triton")
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0", "PYTHONPATH": str(compatibility.ROOT)}
+    command = [sys.executable, "-c", compatibility.COMPILE, "90"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=compatibility.ROOT, env={**os.environ, **cache}, check=False
+    )
+    report = json.loads(compatibility.report_in(ran.stdout) or ran.stderr[-2000:])
+    assert not report["failed"] and len(report["kernels"]) > 10
+    assert all(kernel["fits"] and not kernel["faults"] for kernel in report["kernels"])
 
 
 def test_a_page_keeps_the_tables_that_are_not_tried_again(tmp_path):
