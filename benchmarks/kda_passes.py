@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the GPU time of a KDA call goes: forward, backward and the affine map, kernel by kernel.
 
-    python benchmarks/kda_passes.py [--t 8192 --h 32 --gate fast] [--out benchmarks/results/H200-kda-passes.json]
+    python benchmarks/kda_passes.py --backend triton [--t 8192 --h 32 --gate fast] [--out benchmarks/results/H200-kda-passes.json]
 
 Times are medians of CUDA graph replays; the kernels' own times come from the profiler. bf16, K = V = 128, every activation in
 the kernel. "backward" starts from what the forward kept for it, "training" is the two together, with the peak of memory

@@ -42,7 +42,7 @@ def pytest_collection_finish(session):
     """Thousands of tests and their modules stay: the garbage collector need not look at them again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    gc.set_threshold(5_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -107,10 +107,10 @@ def steps(folder: Path, target: str | None, most: float, fla: Path | None = None
     yield step("compile", "compile", 1800, *here, "--do", "compile", left_out=no_kernels)
     yield step("self-checks", "self-checks", 1200, *here, "--do", "self-checks", "--out", str(folder), left_out=no_kernels)
     pytest = [python, "-m", "pytest", "-m", "gpu", "-q", "-rf", "--tb=short", "-o", "faulthandler_timeout=300"]
-    cute, shared = sorted((ROOT / "tests/ops/cute").glob("test_*.py")), ["-n", jobs, "--maxschedchunk", "1"]
-    for path in cute:
-        if "mark.gpu" in path.read_text():
-            name = f"tests-{path.stem.removeprefix('test_')}"
+    cute, shared = ROOT / "tests/ops/cute", ["-n", jobs, "--maxschedchunk", "1"]
+    for path in sorted(cute.rglob("test_*.py")):
+        if any(word in path.read_text() for word in ("mark.gpu", "def device(")):  # such tests run where their GPU is
+            name = "-".join(["tests", *path.relative_to(cute).parent.parts, path.stem.removeprefix("test_")])
             yield step("tests", name, 600, *pytest, str(path.relative_to(ROOT)), *shared, left_out=None if gpu else NO_GPU)
     rest = ["tests", "--ignore=tests/ops/cute", *shared]
     yield step("tests", "tests-others", 1800, *pytest, *rest, left_out=None if gpu else NO_GPU)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheel goes (default: dist)")
     parser.add_argument("--arch", nargs="+", default=list(MODULES), choices=list(MODULES), help="default: all that have kernels")
-    parser.add_argument("--kernels", type=Path, help="compiled kernels to take; those it lacks are compiled into it")
+    parser.add_argument("--kernels", type=Path, help="compiled kernels to take; architectures that it lacks are compiled into it")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to compile native.c for")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
@@ -75,7 +75,7 @@ def compile_kernels(arch: str, kernels: Path, jobs: int) -> None:
     if (kernels / arch / loader.MANIFEST).is_file():
         manifest = loader.read_manifest(kernels, arch)
         if manifest["sources"] == source_hash(modules_of(arch)):
-            print(f"{len(manifest['kernels'])} kernels for {arch} are in {kernels}")
+            print(f"{len(manifest['kernels'])} kernels for {arch} are taken from {kernels}")
             return
     run(sys.executable, "-m", "cula.compile", "--arch", arch, "--out", kernels, "--no-runtime", "--jobs", jobs)
 

@@ -85,7 +85,8 @@ def test_on_a_gpu_everything_is_run_within_its_limit(tmp_path, monkeypatch):
     listed.pop("nvidia-smi")
     assert all(step.left_out is None and step.seconds <= 200.0 for step in listed.values())
     tests = [step for step in listed.values() if step.group == "tests"]
-    assert {"tests-kda", "tests-decode", "tests-others"} <= {step.name for step in tests}
+    assert {"tests-kda", "tests-lightning", "tests-sm100-gdn", "tests-others"} <= {step.name for step in tests}
+    assert len({step.name for step in listed.values()}) == len(listed)
     assert all("-m gpu" in " ".join(step.command) for step in tests)
     bench = [step for step in listed.values() if step.group == "bench"]
     assert {step.command[4] for step in bench[: -len(hardware_run.SCRIPTS)]} == set(suites.known())

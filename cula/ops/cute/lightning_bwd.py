@@ -2,7 +2,7 @@
 """The backward of Lightning Attention on the CuTe kernels: what they serve, and the launches.
 
 `sm90/lightning_bwd.py` says what the kernels compute, `lightning_bwd_abi.py` what they are given, `lightning_schedule.py` how
-work is split. The forward keeps nothing for them but its inputs. Never run on hardware.
+work is split. The forward keeps nothing for them but its inputs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 """Kernels of a family are compiled in one process, by whichever test first needs one of them: the DSL takes longer to start than
 a small kernel to compile. What Hopper alone has kernels for is not run on other GPUs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,12 +23,19 @@ for arch, groups in {
     for names in groups:
         compile_together(arch, names)
 
-HOPPERS = ("test_gdn.py", "test_gdn_bwd.py", "test_kda_bwd.py")
+HERE = Path(__file__).parent
+HOPPERS = ("test_gdn.py", "test_gdn_bwd.py", "test_kda_bwd.py", "test_kda_bwd_segments.py")
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0):
+    """Tests that take a `device` are interpreted without a GPU, and need one that they are for where there is any."""
+    if not torch.cuda.is_available():
         return
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
     for item in items:
+        if "device" in getattr(item, "fixturenames", ()) and HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if is_hopper:
+            continue
         if item.path.name in HOPPERS and item.path.parent.name == "cute" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="its kernels are Hopper's"))

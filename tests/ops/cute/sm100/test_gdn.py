@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None and not torch.cuda.i
 
 def make(case: Case, device="cpu"):
     p, x = hopper.make(case, device)
-    return dataclasses.replace(p, sm=SM), x
+    return dataclasses.replace(p, sm=SM if torch.device(device).type == "cpu" else torch.cuda.get_device_capability()), x
 
 
 @pytest.fixture
