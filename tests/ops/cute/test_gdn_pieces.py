@@ -101,7 +101,8 @@ def check_walks(case: tuple[int, int, int], device: str = "cpu", is_normalised: 
     assert relative_error(ht[0, 0], want_ht[0, 0]) < STATE_TOLERANCE
 
 
-@pytest.mark.parametrize("case", slow_but(CUTS, [CUTS[2]]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUTS, ids=str)
 def test_pieces_warm_up_over_as_many_chunks_as_are_needed(interpreted, case):
     check_walks(case)
 

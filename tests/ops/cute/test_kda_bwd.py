@@ -257,6 +257,7 @@ def check_kept_tiles(monkeypatch, case: Case, device: str) -> None:
     assert not torch.equal(others.dq, kept[0])
 
 
+@pytest.mark.slow
 def test_tiles_that_were_kept(interpreted, monkeypatch):
     ptx.interpret(monkeypatch, kda)
     monkeypatch.setattr(kda, "schedule_on", lambda problem, device: kda_schedule.schedule(problem, NUM_SMS))

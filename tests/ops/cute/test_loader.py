@@ -194,6 +194,7 @@ def test_the_digest_follows_the_sources(monkeypatch, tmp_path):
     assert digest() != first
 
 
+@pytest.mark.slow
 def test_infrastructure_does_not_import_the_dsl():
     names = ["cula.ops.cute.toolchain.loader", "cula.ops.cute.toolchain.build", "cula.compile"]
     packages = {module.rpartition(".")[0] for modules in variants.MODULES.values() for module in modules}
