@@ -17,7 +17,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
-test-slow: $(VENV)/installed  # the others, a quarter of an hour: every kernel for every architecture, rarer variants, more orders of work
+test-slow: $(VENV)/installed  # the others, some 25 minutes: every kernel for every architecture, rarer variants, more orders of work
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: $(VENV)/installed  # a minute of calls drawn at random, against float64

@@ -80,6 +80,16 @@ def measure_theirs(layer: nn.Module, x: Tensor, args: argparse.Namespace) -> tup
             return {**times, "training_ms": None, "refused": str(error).splitlines()[0]}, {"o": layer(x)[0]}
 
 
+def rows_of_others(path: Path | None, layers: list[str], head: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the file has of other layers, which stays, if all else of it is as it would be now."""
+    before = {"rows": []} if path is None or not path.exists() else json.loads(path.read_text())
+    rows = [row for row in before["rows"] if row["layer"] not in layers]
+    others = [name for name in head if rows and before.get(name) != head[name]]
+    if others:
+        raise ValueError(f"--out {path} has rows with other {', '.join(others)}: give another file, or all layers")
+    return rows
+
+
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,8 +105,18 @@ def main() -> None:
         tune_for(*args.tune_ms)
     if args.device != "cpu" and not on_gpu:
         parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
-    rows = [] if args.out is None or not args.out.exists() else json.loads(args.out.read_text())["rows"]
-    rows = [row for row in rows if row["layer"] not in args.layers]  # of other layers, by the same command
+    head = {
+        "script": "benchmarks/fla_layers.py",
+        "what": __doc__.splitlines()[0],
+        "machine": describe_device(args.device),
+        "tune_ms": args.tune_ms,
+        "torch": torch.__version__,
+        "sizes": {k: v for k, v in vars(args).items() if isinstance(v, int)},
+    }
+    try:
+        rows = rows_of_others(args.out, args.layers, head)
+    except ValueError as error:
+        parser.error(str(error))
     for name in args.layers:
         layer = make(name, args)
         x = torch.randn(args.batch, args.tokens, args.width, device=args.device, dtype=next(layer.parameters()).dtype)
@@ -116,15 +136,8 @@ def main() -> None:
         rows.append(row)
         print(json.dumps({key: value for key, value in row.items() if key != "apart"}), flush=True)
         if args.out:  # whoever ends this early has what was measured
-            sizes = {k: v for k, v in vars(args).items() if isinstance(v, int)}
-            result = {
-                "script": "benchmarks/fla_layers.py",
-                "what": __doc__.splitlines()[0],
-                "machine": describe_device(args.device),
-            }
-            result |= {"tune_ms": args.tune_ms, "torch": torch.__version__, "sizes": sizes, "rows": rows}
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            args.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

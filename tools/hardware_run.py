@@ -222,14 +222,17 @@ def check_kernels(target: str, folder: Path) -> int:
 
 
 def make_calls(target: str, of: str) -> int:
-    """The calls of the self-check of every kernel whose name begins so; 1 where one is off."""
-    device, capability, is_off = torch.device("cuda"), torch.cuda.get_device_capability(), False
+    """The calls of the self-check of every kernel whose name begins so; 1 where one is off, or there is none."""
+    device, capability = torch.device("cuda"), torch.cuda.get_device_capability()
+    objections = []
     for name in kernels_of(target):
         if name.startswith(of):
             found = {"error": self_check.worst_error(name, device, capability)}
-            is_off |= self_check.judge(name, found) is not None
-            print(f"{name}: {self_check.judge(name, found) or format(found['error'], '.1e')}", flush=True)
-    return int(is_off)
+            objections.append(self_check.judge(name, found))
+            print(f"{name}: {objections[-1] or format(found['error'], '.1e')}", flush=True)
+    if not objections:
+        print(f"no kernel of {target} has a name that begins with {of!r}")
+    return int(not objections or any(objections))
 
 
 # The report
@@ -292,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="after which no step is begun")
     parser.add_argument("--fla", type=Path, help="a clone of flash-linear-attention, whose tests are run too")
     parser.add_argument("--do", choices=("compile", "self-checks", "calls"), help=argparse.SUPPRESS)  # a step's own process
-    parser.add_argument("--kernels", default="", help=argparse.SUPPRESS)  # with which the names of those begin that make calls
+    parser.add_argument("--kernels", default="", help=argparse.SUPPRESS)  # how the names begin of those whose calls are made
     args = parser.parse_args(argv)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     arch = find_arch(capability)

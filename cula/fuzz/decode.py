@@ -31,7 +31,7 @@ class DecodeCall:
 
 def draw_decode(draw: Draw, family: str, variant: Shape, switches: dict[str, Any]) -> DecodeCall:
     fuzz = fuzz_of(family)
-    N, T = draw.integer(1, 5), draw.switch("T", (1, 1, 1, 2, 4, *range(1, MAX_DECODE_TOKENS + 1)))
+    N, T = draw.integer(1, 5), draw.switch("T", (1, 1, 1, 2, 4, draw.switch("any T", range(1, MAX_DECODE_TOKENS + 1))))
     s = replace(variant, B=N, T=T, N=N, lens=None)
     lens = tuple(draw.integer(0, T) for _ in range(N))
     is_ragged = T > 1 and sum(lens) > 0 and draw.chance_of("is ragged", 0.3)

@@ -59,10 +59,11 @@ class Draw:
 
     seed: str
     device: torch.device
-    kind: str = ""  # the seed where it is left out, and each call is of its own kind
+    kind: str = ""  # left out, it is the seed: each call is of its own kind
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.kind = self.kind or self.seed
         self.random = random.Random(self.seed)
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(62))
 
@@ -81,10 +82,10 @@ class Draw:
     # what a kernel is compiled for
 
     def switch(self, name: str, choices: Sequence[T]) -> T:
-        return random.Random(f"{self.kind or self.seed}/{name}").choice(choices)
+        return random.Random(f"{self.kind}/{name}").choice(choices)
 
     def chance_of(self, name: str, probability: float) -> bool:
-        return random.Random(f"{self.kind or self.seed}/{name}").random() < probability
+        return random.Random(f"{self.kind}/{name}").random() < probability
 
     # values, in float32 on the host: all devices get the same
 

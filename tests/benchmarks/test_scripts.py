@@ -30,13 +30,21 @@ def test_train_model(monkeypatch, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_fla_layers(monkeypatch, tmp_path):
+def test_fla_layers(monkeypatch, tmp_path, capsys):
     pytest.importorskip("fla.layers")
     out = tmp_path / "layers.json"
     run(monkeypatch, "fla_layers.py", repeats=1, out=out)
     rows = json.loads(out.read_text())["rows"]
     assert [row["layer"] for row in rows] == ["kda", "gdn"]
     assert all(row["calls_that_cula_took"] > 0 and row["cula"]["training_ms"] > 0 for row in rows)
+    before = out.read_text()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "fla_layers.py", "--layers=gdn", repeats=1, tokens=20, out=out)
+    assert "has rows with other sizes" in capsys.readouterr().err and out.read_text() == before
+    run(monkeypatch, "fla_layers.py", "--layers=kda", repeats=1, out=out)
+    assert [row["layer"] for row in json.loads(out.read_text())["rows"]] == ["gdn", "kda"]
+    run(monkeypatch, "fla_layers.py", repeats=1, tokens=20, out=out)
+    assert json.loads(out.read_text())["sizes"]["tokens"] == 20
 
 
 def test_kda_chains(monkeypatch, capsys):

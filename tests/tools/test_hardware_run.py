@@ -104,6 +104,7 @@ def test_the_calls_of_kernels_are_made_in_one_process_for_cudas_checkers(tmp_pat
     said = capsys.readouterr().out
     assert "kda_good: 2.0e-03" in said and "kda_off: on this GPU kda_off differs" in said and "gdn" not in said
     assert hardware_run.make_calls("sm_90a", "kda_good") == 0
+    assert hardware_run.make_calls("sm_90a", "kdaa") == 1, "nothing was looked at"
 
 
 def test_every_kernel_is_checked_and_the_worst_decides(tmp_path, monkeypatch, capsys):

@@ -288,8 +288,7 @@ OF_C = (8 * C_ROW + C_COLUMN).ravel()  # where the elements of registers are in 
 
 def _in_registers(row, column, columns):
     """The other way round: where the elements of a matrix are among those of registers, element by element."""
-    at = np.broadcast_arrays(row * columns + column)[0].ravel()
-    return np.argsort(at)
+    return np.argsort((row * columns + column).ravel())
 
 
 # (of A, of B), by type and number of registers of A

@@ -28,7 +28,8 @@ HOPPERS = ("test_gdn.py", "test_gdn_bwd.py", "test_kda_bwd.py", "test_kda_bwd_se
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that take a `device` are interpreted without a GPU, and need one that they are for where there is any."""
+    """A test that takes a `device` is interpreted where there is no GPU, and runs on one where there is: `pytest -m gpu` takes it
+    there."""
     if not torch.cuda.is_available():
         return
     is_hopper = torch.cuda.get_device_capability() == (9, 0)

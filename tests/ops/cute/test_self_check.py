@@ -293,7 +293,8 @@ def test_a_difference_is_relative_and_never_hides_a_number_that_is_none():
     assert self_check.relative_difference(of, of) == 0.0
     assert self_check.relative_difference(1.01 * of, of) == pytest.approx(0.01, rel=1e-4)
     assert self_check.relative_difference(zeros, zeros) == 0.0, "what steep gates leave of a long sequence's transition"
-    for got, want in ((of, zeros), (of / 0, of), (torch.full((2,), torch.nan), of), (of, torch.full((2,), torch.nan))):
+    none, infinite = torch.full((2,), torch.nan), of / 0
+    for got, want in ((of, zeros), (infinite, of), (of, infinite), (infinite, infinite), (none, of), (of, none), (none, none)):
         assert self_check.relative_difference(got, want) == torch.inf
 
 

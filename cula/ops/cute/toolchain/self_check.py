@@ -71,9 +71,13 @@ def worst_error(name: str, device: torch.device, sm: tuple[int, int]) -> float:
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want|; infinite where a number is none, or where something came and nothing should have."""
+    """|got - want| / |want|, zero where both are zeros; infinite where a number is none or infinite, in either, and where
+    something came and nothing should have. Never NaN, of which a maximum would know nothing."""
     difference, size = (torch.linalg.norm(t.double()).item() for t in (got.double() - want.double(), want))
-    return 0.0 if difference == size == 0.0 else difference / size if size > 0.0 and not math.isnan(difference) else math.inf
+    if difference == size == 0.0:
+        return 0.0
+    relative = difference / size if size else math.inf
+    return relative if math.isfinite(relative) else math.inf
 
 
 @functools.cache
